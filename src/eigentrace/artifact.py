@@ -1,0 +1,83 @@
+"""Directories on disk that appear whole or not at all, and say which model they belong to."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eigentrace.errors import InputError, MismatchError
+from eigentrace.task import Task
+
+_MANIFEST = "manifest.json"
+
+
+def fingerprint(task: Task) -> str:
+    """Hash the names, shapes, types and numbers of the model's parameters and buffers, and which are selected."""
+    digest = hashlib.sha256()
+    tensors = dict(task.model.named_parameters()) | dict(task.model.named_buffers())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {name in task.params};".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    return digest.hexdigest()
+
+
+def write(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Write a manifest and named safetensors files as a new directory: under a temporary name first, then renamed."""
+    if path.exists():
+        raise InputError(f"{path} exists already and is left as it is. Choose another path, or remove it first.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        for name, tensors in files.items():
+            save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, partial / name)
+        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2, allow_nan=False) + "\n")
+        for file in partial.iterdir():
+            _sync(file)
+        _sync(partial)
+        partial.rename(path)
+        _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def read_manifest(path: Path, kind: str) -> dict[str, Any]:
+    """Read the manifest of a directory written by `write`, and check what it is."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text())
+    except FileNotFoundError:
+        raise MismatchError(f"{path} holds no {_MANIFEST}, so it is not a saved {kind}. Check the path.") from None
+    except json.JSONDecodeError as error:
+        raise MismatchError(f"{path / _MANIFEST} is damaged ({error}). Save the {kind} again.") from None
+    if not isinstance(manifest, dict) or manifest.get("kind") != kind or manifest.get("format") != 1:
+        found = manifest.get("kind"), manifest.get("format") if isinstance(manifest, dict) else None
+        raise MismatchError(f"{path} holds kind and format {found}, expected ({kind!r}, 1).")
+    return manifest
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file."""
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise MismatchError(f"{path} is missing. Restore it, or make the artifact again.") from None
+    except SafetensorError as error:
+        raise MismatchError(f"{path} is damaged or cut short ({error}). Make it again.") from None
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

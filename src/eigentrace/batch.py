@@ -1,0 +1,83 @@
+"""Batches as nested containers of tensors: how long they are, one part of them, another device or type."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eigentrace.errors import DataError
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """Apply `function` to every tensor of a nested batch.
+
+    Mappings of any class (a Hugging Face `BatchEncoding` among them) come back as plain dicts, which every
+    torch transform understands.
+    """
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(function, value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(function, value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map_tensors(function, value) for value in batch)
+    return batch
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a nested batch, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_of(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from tensors_of(value)
+
+
+def length_of(batch: Any) -> int:
+    """Return B, the leading dimension shared by the tensors of a batch."""
+    sizes = [t.shape[0] for t in tensors_of(batch) if t.ndim > 0]
+    if not sizes:
+        raise DataError(
+            f"A batch of type {type(batch).__name__} holds no tensor with a leading dimension, so the number of "
+            "its examples is unknown. Give batches whose tensors have the examples along their first dimension."
+        )
+    return sizes[0]
+
+
+def select(batch: Any, index: Tensor | slice, size: int) -> Any:
+    """Take some of the `size` examples of a batch.
+
+    Tensors whose first dimension is not `size` (a scalar, a mask shared by all examples) are kept whole.
+    """
+    return map_tensors(lambda t: t[index] if is_per_example(t, size) else t, batch)
+
+
+def is_per_example(tensor: Tensor, size: int) -> bool:
+    """Tell whether a tensor of a batch of `size` examples has one slice per example."""
+    return tensor.ndim > 0 and tensor.shape[0] == size
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor of a batch to `device`."""
+    return map_tensors(lambda t: t.to(device, non_blocking=True), batch)
+
+
+def to_double(batch: Any) -> Any:
+    """Cast the floating tensors of a batch to float64."""
+    return map_tensors(lambda t: t.double() if t.is_floating_point() else t, batch)
+
+
+def split(batch: Any, size: int) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
+    """Take the per-example tensors out of a batch, and return a function that puts others in their place."""
+    taken = [t for t in tensors_of(batch) if is_per_example(t, size)]
+
+    def rebuild(tensors: list[Tensor]) -> Any:
+        remaining = iter(tensors)
+        return map_tensors(lambda t: next(remaining) if is_per_example(t, size) else t, batch)
+
+    return taken, rebuild

@@ -1,0 +1,141 @@
+"""From a Krylov basis to rows, eigenvalues and the weights that turn features into scores."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from eigentrace.errors import ConvergenceWarning, InputError, NumericalError
+from eigentrace.krylov import Ending, Krylov, ritz
+
+Tail = float | Literal["auto"] | None
+
+# δ never falls below this share of λ₁: beyond it 1/δ amplifies rounding in the gradient more than it adds signal.
+_DELTA_FLOOR = 1e-4
+# A kept pair counts as settled while its residual is below this share of its eigenvalue.
+_SETTLED = 0.1
+# Orthonormality of the rows beyond which they are corrected: far above float32 rounding, far below bf16's.
+_GRAM_TOL = 1e-4
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """What is known of H's eigenvalues."""
+
+    eigenvalues: Tensor  # (K,) float64, by falling |λ|
+    residuals: Tensor | None  # (K,) bounds on |λ − nearest eigenvalue of H|; None when H changed between steps
+    ending: Ending
+    num_products: int
+
+    @property
+    def converged(self) -> bool | None:
+        """Tell whether the last kept pair has settled; None where no bound exists."""
+        if self.residuals is None or not len(self.eigenvalues):
+            return None
+        return bool(self.residuals[-1] <= _SETTLED * self.eigenvalues[-1].abs())
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """The kept eigenvectors as rows, with their spectrum."""
+
+    directions: Tensor  # G (K, P), orthonormal
+    spectrum: Spectrum
+
+
+def distill(krylov: Krylov, keep: int) -> Distilled:
+    """Keep the `keep` Ritz pairs of largest |λ| (fewer if the matrix has a smaller rank)."""
+    theta, S, residuals = ritz(krylov)
+    # Pairs at rounding level of the largest are zero eigenvalues: dividing by them would amplify noise.
+    zero = 10 * torch.finfo(krylov.vectors.working).eps * theta[0].abs()
+    count = min(keep, int((theta.abs() > zero).sum()))
+    if count == 0:
+        raise NumericalError(
+            "The curvature is zero to working precision: the model fits every example of the sample exactly, or the "
+            "loss does not bend in the selected parameters. Use more examples, or a gradient method such as TracIn."
+        )
+    directions = krylov.vectors.combine(S[:, :count].T)
+    directions = _orthonormal(directions)
+    # Eigenvectors have no sign; make the largest component positive so that equal fits give equal features.
+    largest = directions.gather(1, directions.abs().argmax(dim=1, keepdim=True))
+    directions *= largest.sign()
+    spectrum = Spectrum(
+        eigenvalues=theta[:count].clone(),
+        residuals=None if residuals is None else residuals[:count].clone(),
+        ending=krylov.ending,
+        num_products=krylov.num_products,
+    )
+    return Distilled(directions, spectrum)
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    gram = (rows @ rows.T).double()
+    if (gram - torch.eye(len(rows), dtype=gram.dtype, device=gram.device)).abs().max() < _GRAM_TOL:
+        return rows
+    # Symmetric (Löwdin) orthonormalisation: the nearest orthonormal rows, so no eigenvector is favoured.
+    values, vectors = torch.linalg.eigh(gram)
+    inverse_root = (vectors / values.sqrt()) @ vectors.T
+    return inverse_root.to(rows.dtype) @ rows
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which of the kept directions a score uses, and what stands for the others."""
+
+    keep: int
+    tail: Tail
+    positive_only: bool
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise InputError(f"keep must be at least 1, got {self.keep}.")
+        if isinstance(self.tail, str) and self.tail != "auto":
+            raise InputError(f"tail must be 'auto', None or a positive number, got {self.tail!r}.")
+        if isinstance(self.tail, float | int) and not 0 < self.tail < float("inf"):
+            raise InputError(f"tail is δ, a positive number in units of the eigenvalues, got {self.tail}.")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """score = Σ rowₖ · φₖ(x) φₖ(z) + identity · ⟨g(x), g(z)⟩."""
+
+    index: Tensor  # (k,) the rows used
+    row: Tensor  # (k,) float64
+    identity: float
+    delta: float | None
+
+
+def weigh(eigenvalues: Tensor, cut: Cut) -> Weights:
+    """Invert the diagonalised curvature: 1/λ on the kept directions, and 1/δ on all others under a tail.
+
+    With a tail, H⁻¹ ≈ Gᵀ(Λ+δ)⁻¹G + (I − GᵀG)/δ, negative λ counted as 0. The truncated form (`tail=None`) is the
+    paper's; `positive_only` drops negative λ after the top `keep` are taken, as it does at saddle points.
+    """
+    kept = eigenvalues[: cut.keep]
+    index = torch.arange(len(kept))
+    if cut.positive_only:
+        index = index[kept > 0]
+        if not len(index):
+            raise NumericalError(
+                f"positive_only=True leaves nothing: all of the top {len(kept)} eigenvalues are negative, so the model "
+                "is far from a minimum. Train further, or use curvature='gauss-newton'."
+            )
+    values = kept[index]
+    if cut.tail is None:
+        return Weights(index, 1 / values, 0.0, None)
+    delta = max(float(kept[-1].abs()), _DELTA_FLOOR * float(kept[0].abs())) if cut.tail == "auto" else float(cut.tail)
+    return Weights(index, 1 / (values.clamp_min(0) + delta) - 1 / delta, 1 / delta, delta)
+
+
+def warn_unless_converged(spectrum: Spectrum) -> None:
+    """Say when the smallest kept eigenvalue is not settled, since δ and the last rows hang on it."""
+    if spectrum.converged is False:
+        last, bound = float(spectrum.eigenvalues[-1].abs()), float(spectrum.residuals[-1])  # type: ignore[index]
+        warnings.warn(
+            f"The last of {len(spectrum.eigenvalues)} kept eigenvalues has not settled after {spectrum.num_products} "
+            f"products: |λ| = {last:.3g} with residual {bound:.3g}. Raise `steps` or lower `keep`.",
+            ConvergenceWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,131 @@
+"""The paper's method: diagonalise the curvature once in its dominant Krylov subspace, then score by K numbers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eigentrace.curvature import Curvature, Kind, Precision, resolve_kind
+from eigentrace.data import Data
+from eigentrace.distill import Cut, Tail, distill, warn_unless_converged
+from eigentrace.errors import InputError
+from eigentrace.fitted import check_num_train
+from eigentrace.krylov import Basis, arnoldi, lanczos
+from eigentrace.methods.lissa import Lissa
+from eigentrace.methods.method import at_least, ready, settings_of
+from eigentrace.probe import check_curvature
+from eigentrace.projected import Block, ProjectedFit
+from eigentrace.rows import DenseRows
+from eigentrace.task import Task
+
+
+@dataclass(frozen=True)
+class Arnoldi:
+    """Influence from the top eigenpairs of the curvature, with what lies beyond them kept as one number."""
+
+    steps: int = 200
+    """n, the number of curvature products."""
+    keep: int = 50
+    """K (the paper's p̃), the eigenpairs kept."""
+    curvature: Kind = "auto"
+    """"hessian", "gauss-newton", or "auto": the latter where the task knows its outputs."""
+    tail: Tail = "auto"
+    """δ that stands for all directions not kept: "auto" is |λ_K|, None the paper's truncation, or a number."""
+    positive_only: bool = False
+    """Drop directions of negative curvature after taking the top K, as the paper does at saddle points."""
+    sample: int | None = 8192
+    """Examples the curvature is taken on, drawn once; None for all of the data."""
+    spread: bool = False
+    """Draw `sample` new examples at every step, as the paper does, instead of one fixed sample."""
+    seed: int = 0
+    """Fixes the sample and the start vector."""
+    precision: Precision = "fp32"
+    """"bf16" multiplies under autocast: faster on a GPU, about two digits."""
+    basis: Basis = field(default_factory=Basis)
+    """Type, place and number of the Krylov vectors held."""
+
+    def __post_init__(self) -> None:
+        at_least(1, steps=self.steps, keep=self.keep)
+        if self.sample is not None:
+            at_least(1, sample=self.sample)
+        if self.keep > self.steps:
+            raise InputError(
+                f"keep={self.keep} eigenpairs cannot come from steps={self.steps} products. Raise steps (four times "
+                "keep is a good start), or lower keep."
+            )
+        Cut(self.keep, self.tail, self.positive_only)
+        if self.basis.max_vectors is not None and self.keep > self.basis.carried:
+            raise InputError(
+                f"Restarting with {self.basis.carried} carried vectors cannot settle keep={self.keep} pairs. Raise "
+                "Basis(max_vectors, restart_keep), or lower keep."
+            )
+
+    def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
+        """Diagonalise the curvature of the training loss; see `Method.fit` for the arguments."""
+        data = ready(task, data)
+        size = check_num_train(num_train, data)
+        generator = torch.Generator().manual_seed(self.seed)
+        with task.session():
+            curvature = self._curvature(task, data, generator)
+            start = _normal(task, generator)
+            if self.spread and self.sample is not None and self.sample < len(data):
+                krylov = arnoldi(_spread(curvature, self.sample, generator), start, self.steps, basis=self.basis)
+            else:
+                krylov = lanczos(curvature.matvec, start, self.steps, basis=self.basis)
+            distilled = distill(krylov, self.keep)
+        warn_unless_converged(distilled.spectrum)
+        cut = Cut(self.keep, self.tail, self.positive_only)
+        return ProjectedFit.of(task, distilled, cut, settings_of(self), size)
+
+    def _curvature(self, task: Task, data: Data, generator: torch.Generator) -> Curvature:
+        rows = None if self.sample is None else data.sample(self.sample, generator)
+        curvature = Curvature(task, data, rows, resolve_kind(self.curvature, task), self.precision)
+        return check_curvature(curvature, generator)
+
+
+@dataclass(frozen=True)
+class InverseArnoldi:
+    """The paper's appendix: Arnoldi on H⁻¹, each product an iterative solve. A reference, not a recommendation."""
+
+    steps: int = 50
+    """Products with H⁻¹."""
+    keep: int = 10
+    """K, the eigenpairs of H⁻¹ kept."""
+    solver: Lissa = field(default_factory=lambda: Lissa(depth=50))
+    """How each product is solved."""
+    seed: int = 0
+    """Fixes the start vector."""
+
+    def __post_init__(self) -> None:
+        at_least(1, steps=self.steps, keep=self.keep)
+        if self.keep > self.steps:
+            raise InputError(f"keep={self.keep} eigenpairs cannot come from steps={self.steps} products: raise steps.")
+
+    def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
+        """Diagonalise the inverse curvature; see `Method.fit` for the arguments."""
+        solved = self.solver.fit(task, data, num_train=num_train)
+        start = _normal(task, torch.Generator().manual_seed(self.seed))
+        with task.session():
+            krylov = arnoldi(lambda v: solved.solve(v[None])[0], start, self.steps)
+            distilled = distill(krylov, self.keep)
+        rows = DenseRows(distilled.directions, task.layout)
+        # Eigenvalues of H⁻¹ multiply, where those of H divide.
+        block = Block(rows, distilled.spectrum.eigenvalues)
+        return ProjectedFit(task, (block,), settings_of(self), solved.num_train, has_curvature=True)
+
+
+def _normal(task: Task, generator: torch.Generator) -> Tensor:  # (P,)
+    # Drawn on the CPU, so that a seed means the same vector on every device.
+    return torch.randn(task.layout.numel, generator=generator, dtype=task.layout.dtype).to(task.layout.device)
+
+
+def _spread(curvature: Curvature, sample: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+    def matvec(v: Tensor) -> Tensor:
+        rows = curvature.data.sample(sample, generator)
+        return Curvature(
+            curvature.task, curvature.data, rows, curvature.kind, curvature.precision, curvature.form
+        ).matvec(v)
+
+    return matvec

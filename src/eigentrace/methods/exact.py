@@ -1,0 +1,69 @@
+"""The exact inverse Hessian, for models small enough to write it down."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eigentrace.curvature import Curvature, Kind, resolve_kind
+from eigentrace.distill import Cut, Distilled, Spectrum
+from eigentrace.errors import InputError, NumericalError
+from eigentrace.fitted import check_num_train
+from eigentrace.krylov import Ending
+from eigentrace.methods.method import at_least, ready, settings_of
+from eigentrace.probe import check_curvature
+from eigentrace.progress import track
+from eigentrace.projected import ProjectedFit
+from eigentrace.task import Task
+
+# Products that are computed between two looks at the progress bar.
+_COLUMNS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class ExactHessian:
+    """Influence with the whole Hessian in float64: the reference the others are measured by."""
+
+    damping: float = 0.0
+    """Added to every eigenvalue before inverting."""
+    curvature: Kind = "hessian"
+    """"hessian", "gauss-newton" or "auto"."""
+    max_params: int = 10_000
+    """Refuse above this many parameters: the matrix takes 8·P² bytes and the eigensolver P³ operations."""
+
+    def __post_init__(self) -> None:
+        at_least(0, damping=self.damping)
+        at_least(1, max_params=self.max_params)
+
+    def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
+        """Write the Hessian of all of the data down and diagonalise it; see `Method.fit` for the arguments."""
+        size = task.layout.numel if isinstance(task, Task) else 0
+        if size > self.max_params:
+            raise InputError(
+                f"The exact Hessian of {size:,} parameters would take {8 * size**2 / 2**30:.3g} GiB; this method stops "
+                f"at {self.max_params:,}. Select fewer with Task(params=...), raise max_params, or use Arnoldi."
+            )
+        data = ready(task, data)
+        task = task.double()
+        with task.session():
+            curvature = Curvature(task, data, None, resolve_kind(self.curvature, task))
+            H = _dense(check_curvature(curvature, torch.Generator().manual_seed(0)))
+        values, vectors = torch.linalg.eigh((H + H.T) / 2)
+        values = values + self.damping
+        if values.abs().min() <= 1e-12 * values.abs().max():
+            raise NumericalError(
+                f"The Hessian is singular: its smallest |eigenvalue| is {values.abs().min():.2g} against "
+                f"{values.abs().max():.2g}. Give damping, or the l2 the model was trained with."
+            )
+        order = values.abs().argsort(descending=True)
+        spectrum = Spectrum(values[order].cpu(), torch.zeros(size, dtype=values.dtype), Ending.WHOLE_SPACE, size)
+        distilled = Distilled(vectors[:, order].T.contiguous(), spectrum)
+        return ProjectedFit.of(
+            task, distilled, Cut(size, None, False), settings_of(self), check_num_train(num_train, data)
+        )
+
+
+def _dense(curvature: Curvature) -> Tensor:  # (P, P)
+    eye = torch.eye(curvature.task.layout.numel, dtype=torch.float64, device=curvature.task.layout.device)
+    return torch.cat([curvature.matmat(part) for part in track(eye.split(_COLUMNS_AT_ONCE), "Exact Hessian")])

@@ -1,0 +1,99 @@
+"""Baselines without curvature: gradient similarity whole, projected or sampled, and the loss itself."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eigentrace.checkpoints import Source, find_checkpoints
+from eigentrace.errors import InputError
+from eigentrace.fitted import check_num_train
+from eigentrace.methods.method import at_least, ready, settings_of
+from eigentrace.projected import Block, ProjectedFit
+from eigentrace.rows import DenseRows, UnitRows
+from eigentrace.solved import LossFit
+from eigentrace.task import Task
+
+
+@dataclass(frozen=True)
+class RandProj:
+    """Gradient similarity through K Gaussian rows: an unbiased estimate of ⟨g(x), g(z)⟩."""
+
+    keep: int = 50
+    """K, the number of rows."""
+    seed: int = 0
+    """Fixes the rows."""
+
+    def __post_init__(self) -> None:
+        at_least(1, keep=self.keep)
+
+    def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
+        """Draw the rows; see `Method.fit` for the arguments."""
+        data = ready(task, data)
+        generator = torch.Generator().manual_seed(self.seed)
+        matrix = torch.randn(self.keep, task.layout.numel, generator=generator, dtype=task.layout.dtype)
+        weights = torch.full((self.keep,), 1 / self.keep, dtype=torch.float64)
+        block = Block(DenseRows(matrix.to(task.layout.device), task.layout), weights)
+        return ProjectedFit(task, (block,), settings_of(self), check_num_train(num_train, data))
+
+
+@dataclass(frozen=True)
+class RandSelect:
+    """Gradient similarity over K parameters picked at random."""
+
+    keep: int = 50
+    """K, the number of parameters."""
+    seed: int = 0
+    """Fixes which."""
+
+    def __post_init__(self) -> None:
+        at_least(1, keep=self.keep)
+
+    def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
+        """Pick the parameters; see `Method.fit` for the arguments."""
+        data = ready(task, data)
+        if self.keep > task.layout.numel:
+            raise InputError(f"keep={self.keep} is more than the {task.layout.numel} selected parameters: lower keep.")
+        generator = torch.Generator().manual_seed(self.seed)
+        index = torch.randperm(task.layout.numel, generator=generator)[: self.keep].sort().values
+        block = Block(UnitRows(index, task.layout), torch.ones(self.keep, dtype=torch.float64))
+        return ProjectedFit(task, (block,), settings_of(self), check_num_train(num_train, data))
+
+
+@dataclass(frozen=True)
+class TracIn:
+    """Similarity of exact gradients, averaged over checkpoints of the training: (1/C) Σ ⟨g_c(x), g_c(z)⟩."""
+
+    checkpoints: Source | Sequence[Source] | None = None
+    """State dicts, files, Hugging Face or Lightning folders; None for the model as it is."""
+    learning_rates: Sequence[float] | None = None
+    """One weight per checkpoint instead of 1/C."""
+
+    def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
+        """Check every checkpoint against the model; see `Method.fit` for the arguments."""
+        data = ready(task, data)
+        states = (None,) if self.checkpoints is None else find_checkpoints(self.checkpoints)
+        for state in states:
+            if state is not None:
+                task.canonical(state.load())
+        weights = self.learning_rates or [1 / len(states)] * len(states)
+        if len(weights) != len(states):
+            raise InputError(f"Got {len(weights)} learning_rates for {len(states)} checkpoints: give one for each.")
+        at_least(0, **{f"learning_rates[{i}]": weight for i, weight in enumerate(weights)})
+        empty = DenseRows(torch.zeros(0, task.layout.numel, dtype=task.layout.dtype), task.layout)
+        no_weights = torch.zeros(0, dtype=torch.float64)
+        blocks = tuple(
+            Block(empty, no_weights, float(weight), state) for weight, state in zip(weights, states, strict=True)
+        )
+        return ProjectedFit(task, blocks, settings_of(self), check_num_train(num_train, data))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of each example. On easy noise it beats every influence method: always look at it beside them."""
+
+    def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> LossFit:
+        """Check the task; see `Method.fit` for the arguments."""
+        data = ready(task, data)
+        return LossFit(task, settings_of(self), check_num_train(num_train, data))

@@ -1,0 +1,112 @@
+"""One rule that chooses the engine, and the loop over data that every score goes through."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eigentrace.batch import select
+from eigentrace.data import Batch, Data
+from eigentrace.errors import NumericalError, TaskError, UnsupportedError
+from eigentrace.progress import track
+from eigentrace.project.engine import Engine, Job, PerExample, Projection, examples_at_once
+from eigentrace.project.forward import forward
+from eigentrace.project.reverse import one_by_one, single_gradients, vmapped, vmapped_gradients
+from eigentrace.task import Task
+
+# A batch of fewer examples than this no longer fills the machine: per-example passes lose that factor.
+_FULL_BATCH = 8
+# Cost of a pass in units of one forward pass: a JVP carries two, a gradient about three.
+_JVP_COST, _GRADIENT_COST = 2, 3
+
+
+def preferred(job: Job) -> tuple[Engine, ...]:
+    """Order the engines for this work, the cheapest first.
+
+    Forward mode costs a JVP per row whatever the number of parameters; reverse mode costs one gradient per example
+    whatever the number of rows, but few examples at a time when the model is large. Only reverse mode gives norms.
+    """
+    if job.norms:
+        return (vmapped, one_by_one)
+    slowdown = max(1.0, _FULL_BATCH / examples_at_once(job.task))
+    if _GRADIENT_COST * slowdown <= _JVP_COST * job.rows.count:
+        return (vmapped, forward, one_by_one)
+    return (forward, vmapped, one_by_one)
+
+
+def project(job: Job, data: Data, description: str = "Projecting gradients") -> Iterator[tuple[Batch, Projection]]:
+    """Do a job for every example of the data, batch by batch, inside the caller's session."""
+    engine: Engine | None = None
+    for batch in track(data.batches(), description):
+        values = job.task.place(batch.values)
+        if engine is None:
+            engine = first_working(preferred(job), lambda e, v, n: e(job, v, n), values, len(batch))
+        projection = engine(job, values, len(batch))
+        _check(batch, projection)
+        yield batch, projection
+
+
+def gradients(task: Task, function: PerExample, data: Data) -> Iterator[Tensor]:  # each (b, P)
+    """Yield full per-example gradients: what queries travel as."""
+    take: Any = None
+    for batch in data.batches():
+        values = task.place(batch.values)
+        if take is None:
+            candidates = (vmapped_gradients, single_gradients)
+            take = first_working(candidates, lambda t, v, n: list(t(task, function, v, n)), values, len(batch))
+        for found, losses in take(task, function, values, len(batch)):
+            flat = task.layout.flatten(found, batch_dims=1)
+            if not (flat.isfinite().all() and losses.isfinite().all()):
+                raise _not_finite(batch, flat.isfinite().all(dim=1) & losses.isfinite())
+            yield flat
+
+
+def first_working(candidates: tuple, run: Callable[[Any, Any, int], Any], values: Any, size: int) -> Any:
+    """Try each candidate on at most two examples and return the first that the model supports."""
+    small = min(size, 2)
+    part = select(values, slice(0, small), size)
+    failures = []
+    for candidate in candidates:
+        try:
+            run(candidate, part, small)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            failures.append(f"{candidate.__name__}: {error}")
+        else:
+            return candidate
+    raise UnsupportedError("No engine can differentiate this model per example. " + " | ".join(failures))
+
+
+def _check(batch: Batch, projection: Projection) -> None:
+    if len(projection.losses) != len(batch):
+        raise TaskError(
+            f"The loss returned {len(projection.losses)} numbers for a batch of {len(batch)} examples; it must return "
+            "one per example."
+        )
+    good = projection.features.isfinite().all(dim=1) & projection.losses.isfinite()
+    if projection.square_norms is not None:
+        good &= projection.square_norms.isfinite()
+    if not good.all():
+        raise _not_finite(batch, good)
+
+
+def _not_finite(batch: Batch, good: Tensor) -> NumericalError:
+    bad = batch.rows[: len(good)][~good.cpu().numpy()]
+    return NumericalError(
+        f"The loss or its gradient is not finite for {len(bad)} examples (first: row {bad[0]}). Check the inputs and "
+        "labels of that row."
+    )
+
+
+def in_chunks(parts: Iterator[Tensor], budget: int) -> Iterator[Tensor]:
+    """Gather gradients (b, P) into pieces of at most `budget` bytes, at least one gradient each."""
+    held: list[Tensor] = []
+    for part in parts:
+        for row in part.split(1):
+            if held and (len(held) + 1) * row.nbytes > budget:
+                yield torch.cat(held)
+                held = []
+            held.append(row)
+    yield torch.cat(held)

@@ -1,0 +1,68 @@
+"""Per-example reverse mode: full gradients of a few examples at a time, the plain reference."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from eigentrace.batch import select, split
+from eigentrace.project.engine import Job, PerExample, Projection, examples_at_once
+from eigentrace.task import Task, Values
+
+Gradients = tuple[dict[str, Tensor], Tensor]  # {name: (b, *s)}, values (b,)
+
+
+def vmapped(job: Job, batch: Any, size: int) -> Projection:
+    """Project gradients taken by `vmap(grad)`, as many examples at once as fit."""
+    return _project(job, vmapped_gradients(job.task, job.function, batch, size))
+
+
+def one_by_one(job: Job, batch: Any, size: int) -> Projection:
+    """Project gradients taken one example at a time: slow, and right wherever the model can be trained at all."""
+    return _project(job, single_gradients(job.task, job.function, batch, size))
+
+
+def vmapped_gradients(task: Task, function: PerExample, batch: Any, size: int) -> Iterator[Gradients]:
+    """Yield per-example gradients of consecutive parts of the batch."""
+    tensors, rebuild = split(batch, size)
+
+    def value(params: Values, example: list[Tensor]) -> Tensor:
+        return function(params, rebuild_one(example))[0]
+
+    def rebuild_one(example: list[Tensor]) -> Any:
+        return rebuild([t.unsqueeze(0) for t in example])
+
+    at_once = examples_at_once(task)
+    for start in range(0, size, at_once):
+        part = [t[start : start + at_once] for t in tensors]
+        yield vmap(grad_and_value(value), in_dims=(None, 0))(task.params, part)
+
+
+def single_gradients(task: Task, function: PerExample, batch: Any, size: int) -> Iterator[Gradients]:
+    """Yield the gradient of each example by an ordinary backward pass."""
+    for i in range(size):
+        with torch.enable_grad():
+            leaves = {name: value.detach().requires_grad_() for name, value in task.params.items()}
+            loss = function(leaves, select(batch, slice(i, i + 1), size))
+            found = torch.autograd.grad(loss.sum(), list(leaves.values()), materialize_grads=True)
+        yield {name: g[None] for name, g in zip(leaves, found, strict=True)}, loss.detach()
+
+
+def _project(job: Job, parts: Iterator[Gradients]) -> Projection:
+    features, squares, losses = [], [], []
+    for gradients, values in parts:
+        features.append(job.rows.apply(gradients))
+        losses.append(values)
+        if job.norms:
+            squares.append(square_norms(gradients).to(features[-1].dtype))
+    return Projection(torch.cat(features), torch.cat(squares) if job.norms else None, torch.cat(losses))
+
+
+def square_norms(gradients: dict[str, Tensor]) -> Tensor:  # (b,)
+    """Sum the squares of each example's gradient over all parameters."""
+    squares = [
+        g.reshape(len(g), -1).float() if g.dtype.itemsize < 4 else g.reshape(len(g), -1) for g in gradients.values()
+    ]
+    return torch.stack([g.square().sum(dim=1) for g in squares]).sum(dim=0)

@@ -1,0 +1,149 @@
+"""Which parameters count as Θ: trainable ones, names by pattern, the top of the model, or the caller's choice."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from eigentrace.errors import TaskError
+
+Params = str | Sequence[str] | Callable[[str, Tensor], bool]
+
+_TOP = re.compile(r"^(?:top|last)\s+(\d+(?:\.\d+)?)\s*%$")
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of the model is attributed."""
+
+    selected: int
+    total: int
+    names: tuple[str, ...]
+
+    @property
+    def fraction(self) -> float:
+        """Share of the model's parameters that are in Θ."""
+        return self.selected / self.total
+
+    def __str__(self) -> str:
+        share = f"{100 * self.fraction:.3g}% of {self.total:,} parameters"
+        return f"{share} ({self.selected:,} in {len(self.names)} tensors)"
+
+
+def select_params(model: nn.Module, params: Params) -> dict[str, nn.Parameter]:
+    """Return the selected parameters by name, tied ones once, in the model's own order.
+
+    Args:
+        model: The model.
+        params: `"trainable"` (every parameter with `requires_grad`), `"all"`, `"last layer"`, `"top 20%"` (whole
+            tensors counted from the output end until they hold that share), a glob pattern over names or a list of
+            them, or a function of (name, parameter). All but the first ignore `requires_grad`.
+    """
+    aliases = aliases_of(model)
+    everything = {names[0]: parameter for parameter, names in aliases}
+    if not everything:
+        raise TaskError(f"{type(model).__name__} has no parameters, so there is nothing to attribute to.")
+    chosen = _choose(everything, {names[0]: names for _, names in aliases}, params)
+    if not chosen:
+        raise TaskError(
+            f"params={params!r} matches none of the {len(everything)} parameters of {type(model).__name__} "
+            f"({_some(list(everything))}). Give a pattern over these names, or 'trainable' after unfreezing some."
+        )
+    _check(chosen)
+    return chosen
+
+
+def coverage_of(model: nn.Module, chosen: Mapping[str, Tensor]) -> Coverage:
+    """Count the selected parameters against all of the model's, tied ones once."""
+    total = sum(p.numel() for p in model.parameters())
+    return Coverage(sum(p.numel() for p in chosen.values()), total, tuple(chosen))
+
+
+def match_values(names: Sequence[str], values: float | Mapping[str, float], what: str) -> dict[str, float]:
+    """Give each name its number: one for all, or the first glob pattern that matches (0 where none does)."""
+    if not isinstance(values, Mapping):
+        values = {"*": values}
+    for pattern, value in values.items():
+        if value < 0:
+            raise TaskError(f"{what} must not be negative, got {value} for {pattern!r}.")
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise TaskError(f"{what} pattern {pattern!r} matches none of the selected parameters ({_some(names)}).")
+    return {name: next((v for p, v in values.items() if fnmatchcase(name, p)), 0.0) for name in names}
+
+
+def aliases_of(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
+    """List each distinct parameter with all the names it goes by."""
+    by_id: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), (parameter, []))[1].append(name)
+    return list(by_id.values())
+
+
+def _choose(
+    everything: dict[str, nn.Parameter], aliases: dict[str, list[str]], params: Params
+) -> dict[str, nn.Parameter]:
+    if callable(params):
+        return {name: p for name, p in everything.items() if params(name, p)}
+    if params == "trainable":
+        return {name: p for name, p in everything.items() if p.requires_grad}
+    if params == "all":
+        return everything
+    if params == "last layer":
+        layer = list(everything)[-1].rpartition(".")[0]
+        return {name: p for name, p in everything.items() if name.rpartition(".")[0] == layer}
+    if isinstance(params, str) and (top := _TOP.match(params)):
+        return _top(everything, float(top.group(1)) / 100)
+    patterns = [params] if isinstance(params, str) else list(params)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TaskError(f"params must be a string, a list of glob patterns or a function, got {params!r}.")
+    unmatched = [p for p in patterns if not any(fnmatchcase(a, p) for names in aliases.values() for a in names)]
+    if unmatched and len(patterns) > 1:
+        raise TaskError(f"params patterns {unmatched} match no parameter ({_some(list(everything))}).")
+    # A tied parameter is in if any of its names matches: people ask for "lm_head.*" and mean the shared matrix.
+    return {
+        name: p
+        for name, p in everything.items()
+        if any(fnmatchcase(alias, pattern) for alias in aliases[name] for pattern in patterns)
+    }
+
+
+def _top(everything: dict[str, nn.Parameter], share: float) -> dict[str, nn.Parameter]:
+    wanted = share * sum(p.numel() for p in everything.values())
+    chosen: dict[str, nn.Parameter] = {}
+    for name, parameter in reversed(everything.items()):
+        if sum(p.numel() for p in chosen.values()) >= wanted:
+            break
+        chosen[name] = parameter
+    return dict(reversed(chosen.items()))
+
+
+def _check(chosen: Mapping[str, Tensor]) -> None:
+    for name, parameter in chosen.items():
+        if parameter.is_complex() or not parameter.is_floating_point():
+            raise TaskError(
+                f"Parameter {name!r} has type {parameter.dtype}, which has no real gradient. Leave it out of `params` "
+                "(for a quantised model, select the floating-point layers or adapters)."
+            )
+        if parameter.device.type == "meta":
+            raise TaskError(f"Parameter {name!r} is on the meta device and holds no numbers: load the weights first.")
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise TaskError(f"Parameter {name!r} is not initialised yet: run the model once on a batch first.")
+    devices = {p.device for p in chosen.values()}
+    if len(devices) > 1:
+        raise TaskError(
+            f"The selected parameters lie on several devices ({', '.join(sorted(map(str, devices)))}). "
+            "Move the model to one, or select parameters of one."
+        )
+    if any(p.dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2) for p in chosen.values()):
+        raise TaskError(
+            "Some selected parameters are stored in float16 or float8, whose range gradients and curvature leave. "
+            "Load the model in float32 (`model.float()`), and use precision='bf16' for speed."
+        )
+
+
+def _some(names: Sequence[str], limit: int = 5) -> str:
+    more = f", … {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,205 @@
+"""A task: a model, one loss per example, and which parameters count."""
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from eigentrace.batch import to_device, to_double
+from eigentrace.errors import MismatchError, TaskError
+from eigentrace.guard import prepared
+from eigentrace.selection import Coverage, Params, aliases_of, coverage_of, match_values, select_params
+from eigentrace.vector import Layout
+
+ModelFunction = Callable[[nn.Module, Any], Any]
+Values = Mapping[str, Tensor]
+
+
+class _Caller(nn.Module):
+    """Lets `functional_call` swap the parameters under any function of the model, not only its `forward`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: ModelFunction, batch: Any) -> Any:
+        return function(self.model, batch)
+
+
+class Task:
+    """What was trained: everything the mathematics needs to know about a model.
+
+    Args:
+        model: The trained model. It is only ever read.
+        loss: `loss(model, batch) -> Tensor (B,)`, the training loss of each example, without any regulariser.
+        params: What counts as Θ; see `eigentrace.selection.select_params`.
+        l2: λ of a penalty (λ/2)·‖θ‖² the model was trained with, or `{glob: λ}`. It enters the curvature only.
+        outputs: `outputs(model, batch)`, the model's outputs. With `output_loss` it stands in for `loss` and
+            makes Gauss-Newton curvature available.
+        output_loss: `output_loss(outputs, batch) -> Tensor (B,)`, convex in the outputs.
+        measurement: `measurement(model, batch) -> Tensor (B,)`, what queries are asked about; the loss if not given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: ModelFunction | None = None,
+        params: Params = "trainable",
+        l2: float | Mapping[str, float] = 0.0,
+        *,
+        outputs: ModelFunction | None = None,
+        output_loss: Callable[[Any, Any], Tensor] | None = None,
+        measurement: ModelFunction | None = None,
+    ) -> None:
+        _check_functions(model, loss, outputs, output_loss)
+        # A compiled model keeps the original under this name; torch.func must see the original.
+        self.model: nn.Module = getattr(model, "_orig_mod", model)
+        self._outputs, self._output_loss, self._measurement = outputs, output_loss, measurement
+        self._loss: ModelFunction = loss or (lambda m, batch: output_loss(outputs(m, batch), batch))  # type: ignore[misc]
+        selected = select_params(self.model, params)
+        self.params: dict[str, Tensor] = {name: p.detach() for name, p in selected.items()}
+        self.layout = Layout.of(self.params)
+        self.coverage: Coverage = coverage_of(self.model, self.params)
+        self.l2 = match_values(self.layout.names, l2, "l2")
+        self._fixed: dict[str, Tensor] = {}
+        self._double = False
+
+    @property
+    def has_outputs(self) -> bool:
+        """Tell whether Gauss-Newton curvature is available."""
+        return self._outputs is not None
+
+    @property
+    def has_measurement(self) -> bool:
+        """Tell whether queries are measured by something other than the loss."""
+        return self._measurement is not None
+
+    @property
+    def is_double_copy(self) -> bool:
+        """Tell whether this is `double()` of a task in a smaller type."""
+        return self._double
+
+    @property
+    def vector(self) -> Tensor:  # (P,)
+        """The selected parameters as one flat vector."""
+        return self.layout.flatten(self.params)
+
+    def session(self) -> AbstractContextManager[None]:
+        """Hold the model in eval mode under kernels with all derivatives; put everything back on leaving."""
+        return prepared(self.model)
+
+    def losses(self, values: Values, batch: Any) -> Tensor:  # (B,)
+        """Evaluate the per-example loss at other values of the selected parameters."""
+        return _per_example(self._call(self._loss, values, batch), "loss")
+
+    def measurements(self, values: Values, batch: Any) -> Tensor:  # (B,)
+        """Evaluate what queries are measured by."""
+        if self._measurement is None:
+            return self.losses(values, batch)
+        return _per_example(self._call(self._measurement, values, batch), "measurement")
+
+    def outputs(self, values: Values, batch: Any) -> Any:
+        """Evaluate the model's outputs at other values of the selected parameters."""
+        if self._outputs is None:
+            raise TaskError(
+                "This task gives only `loss`, so Gauss-Newton curvature is not defined. Give `outputs` and "
+                "`output_loss` instead, or use curvature='hessian'."
+            )
+        return self._call(self._outputs, values, batch)
+
+    def output_losses(self, outputs: Any, batch: Any) -> Tensor:  # (B,)
+        """Evaluate the per-example loss of given outputs."""
+        return _per_example(self._output_loss(outputs, batch), "output_loss")  # type: ignore[misc]
+
+    def place(self, batch: Any) -> Any:
+        """Move a batch to where, and in the type in which, the model computes."""
+        batch = to_device(batch, self.layout.device)
+        return to_double(batch) if self._double else batch
+
+    def canonical(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Check that a state dict fits the model, and return its tensors by the model's own names, tied ones once."""
+        state = {key.removeprefix("_orig_mod."): value for key, value in state.items()}
+        for _, (first, *others) in aliases_of(self.model):
+            # Files that store a tied tensor once may do so under any of its names.
+            alias = next((name for name in others if name in state), None)
+            if first not in state and alias is not None:
+                state[first] = state[alias]
+        current = self._tensors()
+        persistent = self.model.state_dict().keys()
+        _check_state(state, {name: tensor for name, tensor in current.items() if name in persistent})
+        return {name: state[name] for name in current if name in state}
+
+    def at(self, state: Mapping[str, Tensor]) -> "Task":
+        """Return this task at another checkpoint (a full state dict) of the same model."""
+        current = self._tensors()
+        moved = {k: v.detach().to(current[k].device, current[k].dtype) for k, v in self.canonical(state).items()}
+        other = copy.copy(self)
+        other.params = {name: moved[name] for name in self.params}
+        other._fixed = {name: value for name, value in moved.items() if name not in self.params}
+        return other
+
+    def double(self) -> "Task":
+        """Return this task in float64, on a copy of the model."""
+        if self._double or all(dtype == torch.float64 for dtype in self.layout.dtypes):
+            return self
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model).double()
+        other.params = {name: value.double() for name, value in self.params.items()}
+        other._fixed = {k: v.double() if v.is_floating_point() else v for k, v in self._fixed.items()}
+        other.layout = Layout.of(other.params)
+        other._double = True
+        return other
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+
+    def _call(self, function: ModelFunction, values: Values, batch: Any) -> Any:
+        swapped = {f"model.{name}": value for name, value in (self._fixed | dict(values)).items()}
+        return functional_call(_Caller(self.model), swapped, (function, batch))
+
+
+def _per_example(losses: Any, what: str) -> Tensor:
+    if not isinstance(losses, Tensor):
+        raise TaskError(f"The {what} must return a tensor with one number per example, got {type(losses).__name__}.")
+    if losses.ndim != 1:
+        hint = " (use reduction='none')" if losses.ndim == 0 else ""
+        raise TaskError(
+            f"The {what} must return one number per example, shape (B,), but returned shape {tuple(losses.shape)}. "
+            f"Do not average or sum over examples{hint}."
+        )
+    if not losses.is_floating_point():
+        raise TaskError(f"The {what} must return floating-point numbers, got {losses.dtype}.")
+    return losses
+
+
+def _check_functions(model: Any, loss: Any, outputs: Any, output_loss: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TaskError("A TorchScript model cannot be differentiated by torch.func: give the original nn.Module.")
+    if (outputs is None) != (output_loss is None):
+        raise TaskError("`outputs` and `output_loss` go together: give both, or only `loss`.")
+    if (loss is None) == (outputs is None):
+        raise TaskError("Give either `loss`, or `outputs` and `output_loss`: exactly one of the two.")
+    for name, function in (("loss", loss), ("outputs", outputs), ("output_loss", output_loss)):
+        if function is not None and not callable(function):
+            raise TaskError(f"{name} must be a function, got {type(function).__name__}.")
+
+
+def _check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    missing = sorted(set(expected) - set(state))
+    if missing:
+        raise MismatchError(
+            f"The checkpoint lacks {len(missing)} of the model's {len(expected)} tensors (first: {missing[0]!r}); "
+            f"it has {len(state)} tensors. It seems to belong to another model."
+        )
+    for name, tensor in expected.items():
+        if state[name].shape != tensor.shape:
+            raise MismatchError(
+                f"Checkpoint tensor {name!r} has shape {tuple(state[name].shape)}, the model's has "
+                f"{tuple(tensor.shape)}. It seems to belong to another model."
+            )

@@ -1,0 +1,63 @@
+"""The flat parameter vector and its per-parameter views.
+
+Legend of shapes, used in every comment of the package: N training examples, Q queries, B batch, P parameters,
+M Krylov steps, K kept directions, C checkpoints, T tokens.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each selected parameter lies in the flat vector of P numbers."""
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
+
+    @staticmethod
+    def of(params: Mapping[str, Tensor]) -> "Layout":
+        """Read the layout off named tensors, in their order."""
+        tensors = list(params.values())
+        return Layout(
+            names=tuple(params),
+            shapes=tuple(t.shape for t in tensors),
+            dtypes=tuple(t.dtype for t in tensors),
+            device=tensors[0].device,
+        )
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of elements of each parameter."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def numel(self) -> int:
+        """P, the length of the flat vector."""
+        return sum(self.sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of flat vectors: float64 if any parameter is, else float32, so that sums never run in half precision."""
+        return torch.float64 if torch.float64 in self.dtypes else torch.float32
+
+    def flatten(self, tensors: Mapping[str, Tensor], batch_dims: int = 0) -> Tensor:  # {name: (*b, *s)} -> (*b, P)
+        """Lay named tensors side by side in one vector (or one per leading index)."""
+        # reshape, not flatten: a 0-dim parameter has nothing after its batch dimensions to flatten.
+        parts = [t.reshape(*t.shape[:batch_dims], -1).to(self.dtype) for t in (tensors[n] for n in self.names)]
+        return torch.cat(parts, dim=-1)
+
+    def unflatten(self, flat: Tensor) -> dict[str, Tensor]:  # (*b, P) -> {name: (*b, *s)}
+        """Cut a flat vector into named tensors, each in its parameter's own type."""
+        leading = flat.shape[:-1]
+        pieces = flat.split(self.sizes, dim=-1)
+        return {
+            name: piece.reshape(*leading, *shape).to(dtype)
+            for name, piece, shape, dtype in zip(self.names, pieces, self.shapes, self.dtypes, strict=True)
+        }
