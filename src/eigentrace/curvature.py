@@ -24,6 +24,13 @@ _HELD_EXAMPLES = 20_000
 _VECTORS_AT_ONCE = 32
 
 
+def gradient(task: Task, values: Values, batch: Any) -> Values:
+    """Differentiate the summed loss of a batch by an ordinary backward pass, which every trainable model supports."""
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
+        return _backward(task.losses(leaves, batch).sum(), leaves)
+
+
 def hessian_forward(task: Task, values: Values, tangents: Values, batch: Any) -> Values:
     """Multiply the summed Hessian of a batch: forward mode over reverse mode.
 

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from eigentrace.errors import UnsupportedError
 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
@@ -21,15 +24,24 @@ def prepared(model: nn.Module) -> Iterator[None]:
     - `sparse=True` embeddings would return sparse gradients, which no flat vector can take.
     - The global random state is put back, whatever a data loader or a stray dropout drew from it.
     """
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedError(
+            "Nothing can be differentiated inside torch.inference_mode(). Call eigentrace outside of it; under "
+            "torch.no_grad() it works."
+        )
     with ExitStack() as stack:
-        stack.enter_context(_eval_mode(model))
-        stack.enter_context(_dense_embeddings(model))
+        stack.enter_context(_as_found(model))
+        model.eval()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.sparse = False
         stack.enter_context(_no_fused_encoder())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(model)))
         if any(isinstance(module, _RECURRENT) for module in model.modules()):
-            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            # Not `flags(enabled=False)`, which also sets every other flag of its backend.
+            stack.enter_context(_disabled(torch.backends.mkldnn))
+            stack.enter_context(_disabled(torch.backends.cudnn))
         # torch.func differentiates inside an outer no_grad; what it spares is the ordinary graph that parameters
         # outside the selection would record.
         stack.enter_context(torch.no_grad())
@@ -37,27 +49,34 @@ def prepared(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+def _as_found(model: nn.Module) -> Iterator[None]:
+    """Put every attribute of every module back: modes, hooks, buffers, and tensors that forward left behind.
+
+    Module by module: `model.train()` would overwrite submodules that the caller froze in eval mode. A tensor kept by
+    forward (`self.attention = ...`) belongs to a transform that has ended, and would break whoever reads it next.
+    """
+    found = [_Attributes(vars(module)) for module in model.modules()]
     try:
         yield
     finally:
-        # One by one: `model.train()` would overwrite submodules that the caller froze in eval mode.
-        for module, mode in modes:
-            module.training = mode
+        for attributes in found:
+            attributes.restore()
 
 
-@contextmanager
-def _dense_embeddings(model: nn.Module) -> Iterator[None]:
-    sparse = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
-    for module in sparse:
-        module.sparse = False
-    try:
-        yield
-    finally:
-        for module in sparse:
-            module.sparse = True
+class _Attributes:
+    """The attributes of an object, and what its dicts and lists held."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.attributes, self.values = attributes, dict(attributes)
+        self.dicts = [(value, dict(value)) for value in attributes.values() if isinstance(value, dict)]
+        self.lists = [(value, list(value)) for value in attributes.values() if isinstance(value, list)]
+
+    def restore(self) -> None:
+        for mapping, content in [*self.dicts, (self.attributes, self.values)]:
+            mapping.clear()
+            mapping.update(content)
+        for sequence, items in self.lists:
+            sequence[:] = items
 
 
 @contextmanager
@@ -68,6 +87,15 @@ def _no_fused_encoder() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@contextmanager
+def _disabled(backend: Any) -> Iterator[None]:
+    enabled, backend.enabled = backend.enabled, False
+    try:
+        yield
+    finally:
+        backend.enabled = enabled
 
 
 def _cuda_devices(model: nn.Module) -> list[int]:

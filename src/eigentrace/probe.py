@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import grad
 
 from eigentrace.batch import select, tensors_of
-from eigentrace.curvature import Curvature, working_form
+from eigentrace.curvature import Curvature, gradient, working_form
 from eigentrace.data import Batch, Data
 from eigentrace.errors import DeterminismError, NumericalError, PrecisionWarning, TaskError
 from eigentrace.task import Task, Values
@@ -52,7 +51,7 @@ def check_task(task: Task, data: Data) -> None:
             "Some selected parameters are stored in bfloat16, so gradients carry about two digits. Load the model in "
             "float32 and pass precision='bf16' to compute fast with full-precision parameters.",
             PrecisionWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -76,8 +75,9 @@ def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvatu
             f"Multiplying the curvature with the same vector twice differs by {gap:.2g} of its size (allowed {tol:g}). "
             "Something draws random numbers: dropout called as a function with training=True, or noise in the loss."
         )
-    if curvature.kind == "hessian" and first.norm() > 0:
-        _warn_unless_difference(curvature, first / first.norm(), batch)
+    if curvature.kind == "hessian":
+        # A direction the curvature is large in: along a random one the difference drowns in rounding.
+        _warn_unless_difference(curvature, first / first.norm() if first.any() else v, batch)
     return curvature
 
 
@@ -91,8 +91,8 @@ def _first(data: Data) -> Batch:
 
 
 def _same_batch(a: Batch, b: Batch) -> bool:
-    pairs = zip(tensors_of(a.values), tensors_of(b.values), strict=True)
-    return all(x.shape == y.shape and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
+    ours, theirs = list(tensors_of(a.values)), list(tensors_of(b.values))
+    return len(ours) == len(theirs) and all(_equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
 def _precision(task: Task) -> str:
@@ -102,22 +102,28 @@ def _precision(task: Task) -> str:
 
 
 def _losses_leaving_model_alone(task: Task, batch: Any) -> Tensor:
-    tensors = dict(task.model.named_parameters()) | dict(task.model.named_buffers())
-    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    own = dict(task.model.named_parameters()) | dict(task.model.named_buffers())
+    before = {name: tensor.detach().clone() for name, tensor in own.items()}
     values = {name: value.clone() for name, value in task.params.items()}
-    losses = task.losses(values, batch).detach()
-    after = tensors | values
-    changed = [
-        n for n, old in (before | task.params).items() if not torch.equal(after[n].nan_to_num(), old.nan_to_num())
-    ]
-    if changed:
+    try:
+        losses = task.losses(values, batch).detach()
+    finally:
+        changed = [name for name, tensor in own.items() if not _equal(tensor, before[name])]
         for name in changed:
-            tensors[name].detach().copy_(before[name])
+            own[name].detach().copy_(before[name])
+    # What was bound anew rather than written to is put back at the end of the session, with all attributes.
+    now = dict(task.model.named_buffers()) | values
+    changed += [name for name, tensor in now.items() if name in before and not _equal(tensor, before[name])]
+    if changed:
         raise TaskError(
-            f"Evaluating the loss changes {changed[0]!r} in place, even in eval mode. The changes were undone. Compute "
-            "without writing to parameters or buffers inside forward."
+            f"Evaluating the loss changes {changed[0]!r}, even in eval mode. The change was undone. Compute without "
+            "writing to parameters or buffers inside forward."
         )
     return losses
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
@@ -136,8 +142,10 @@ def _check_repeatable(task: Task, batch: Any, losses: Tensor) -> None:
 def _check_independent(task: Task, batch: Any, losses: Tensor) -> None:
     if len(losses) < 2:
         return
-    alone = task.losses(task.params, select(batch, slice(0, 1), len(losses)))
-    gap = _relative(losses[:1], alone) if len(alone) == 1 else float("inf")
+    # The one with the largest loss: a well-fitted example has too little of it to show a difference.
+    i = int(losses.abs().argmax())
+    alone = task.losses(task.params, select(batch, slice(i, i + 1), len(losses)))
+    gap = _relative(losses[i], alone) if len(alone) == 1 else float("inf")
     if gap > max(_SAME_TOL[_precision(task)], 1e-3):
         raise TaskError(
             f"The loss of an example changes by {gap:.2g} of its size when it is alone in its batch, so losses are not "
@@ -147,7 +155,8 @@ def _check_independent(task: Task, batch: Any, losses: Tensor) -> None:
 
 def _check_gradient(task: Task, batch: Any, losses: Tensor) -> None:
     try:
-        gradient = task.layout.flatten(_gradient(task, task.params, batch))
+        found = gradient(task, task.params, batch)
+        task.layout.flatten(found)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -155,22 +164,17 @@ def _check_gradient(task: Task, batch: Any, losses: Tensor) -> None:
             f"The loss cannot be differentiated: {error} | If an in-place operation is named, write it out of place "
             "(inplace=False); if a sparse gradient is, use sparse=False."
         ) from error
-    if not gradient.isfinite().all():
-        sizes = torch.cat([torch.full((n,), i) for i, n in enumerate(task.layout.sizes)])
-        name = task.layout.names[int(sizes[~gradient.isfinite().cpu()][0])]
+    bad = [name for name, part in found.items() if not part.isfinite().all()]
+    if bad:
         raise NumericalError(
-            f"The loss is finite but its gradient is not, first in {name!r}. Look for square roots, logarithms or "
+            f"The loss is finite but its gradient is not, first in {bad[0]!r}. Look for square roots, logarithms or "
             "norms at zero."
         )
-    if not gradient.any() and losses.any():
+    if losses.any() and not any(part.any() for part in found.values()):
         raise TaskError(
             "The gradient of the loss in the selected parameters is exactly zero: the loss does not depend on them. "
             "Look for .detach(), .item(), torch.no_grad() or argmax inside the loss, or select other parameters."
         )
-
-
-def _gradient(task: Task, values: Values, batch: Any) -> Values:
-    return grad(lambda p: task.losses(p, batch).sum())(values)
 
 
 def _warn_unless_difference(curvature: Curvature, v: Tensor, batch: Any) -> None:
@@ -180,10 +184,10 @@ def _warn_unless_difference(curvature: Curvature, v: Tensor, batch: Any) -> None
     gaps = []
     for step in _FINITE_DIFFERENCE_STEPS:
         epsilon = step * float(center.norm().clamp_min(1.0))
-        ends = [
-            layout.flatten(_gradient(task, layout.unflatten(center + sign * epsilon * v), batch)) for sign in (1, -1)
-        ]
-        gaps.append(float(((ends[0] - ends[1]) / (2 * epsilon) - exact).norm() / exact.norm()))
+        ends = [layout.flatten(gradient(task, layout.unflatten(center + e * v), batch)) for e in (epsilon, -epsilon)]
+        difference = (ends[0] - ends[1]) / (2 * epsilon)
+        size = max(float(exact.norm()), float(difference.norm()))
+        gaps.append(float((difference - exact).norm()) / size if size else 0.0)
     if min(gaps) > _FINITE_DIFFERENCE_TOL:
         warnings.warn(
             f"The Hessian product differs by {min(gaps):.0%} from a finite difference of gradients. Models with kinks "

@@ -1,0 +1,155 @@
+"""Three engines, one answer: against gradients taken one example at a time by an ordinary backward pass."""
+
+import dataclasses
+
+import pytest
+import torch
+from models import CASES, dense_gradients
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import eigentrace as et
+from eigentrace.data import as_data
+from eigentrace.errors import UnsupportedError
+from eigentrace.project import Job, gradients, in_chunks, project
+from eigentrace.project import choose as choosing
+from eigentrace.project.forward import forward
+from eigentrace.project.reverse import one_by_one, vmapped
+from eigentrace.rows import DenseRows, StackedRows, UnitRows
+
+ENGINES = [forward, vmapped, one_by_one]
+EXACT = 1e-10
+# Recurrent layers write in place, which vmap over examples forbids: the last fallback serves them.
+PAIRS = [(name, engine) for name in CASES for engine in ENGINES if (name, engine) != ("recurrent", vmapped)]
+
+
+def make_rows(layout, kind):
+    dense = DenseRows(torch.randn(11, layout.numel, dtype=layout.dtype), layout)
+    unit = UnitRows(torch.randperm(layout.numel)[:6].sort().values, layout)
+    return {"dense": dense, "unit": unit, "stacked": StackedRows((dense, unit, dense))}[kind]
+
+
+def run(engine, job, batches):
+    with job.task.session():
+        found = [engine(job, batch, len(batch[1])) for batch in batches]
+    return torch.cat([f.features for f in found]), found
+
+
+@pytest.mark.parametrize("kind", ["dense", "unit", "stacked"])
+@pytest.mark.parametrize(("name", "engine"), PAIRS)
+def test_features_match_dense_gradients(cases, name, engine, kind):
+    case = cases[name]
+    rows = make_rows(case.task.layout, kind)
+    expected = dense_gradients(case.task, case.batches) @ rows.dense(0, rows.count).T
+    features, _ = run(engine, Job(case.task, case.task.losses, rows), case.batches)
+    assert features.shape == (case.num_examples, rows.count)
+    assert (features - expected).norm() < EXACT * expected.norm()
+
+
+@pytest.mark.parametrize(("name", "engine"), [pair for pair in PAIRS if pair[1] is not forward])
+def test_norms_and_losses_come_along(cases, name, engine):
+    case = cases[name]
+    job = Job(case.task, case.task.losses, make_rows(case.task.layout, "unit"), norms=True)
+    _, found = run(engine, job, case.batches)
+    expected = dense_gradients(case.task, case.batches).square().sum(dim=1)
+    assert torch.allclose(torch.cat([f.squares() for f in found]), expected, rtol=EXACT)
+    with case.task.session():
+        losses = torch.cat([case.task.losses(case.task.params, b) for b in case.batches])
+    assert torch.allclose(torch.cat([f.losses for f in found]), losses, rtol=EXACT)
+
+
+def test_chunks_within_a_batch_change_nothing(cases, monkeypatch):
+    case = cases["conv"]
+    job = Job(case.task, case.task.losses, make_rows(case.task.layout, "dense"))
+    whole = [run(engine, job, case.batches)[0] for engine in (vmapped, forward)]
+    monkeypatch.setattr("eigentrace.project.engine._CPU_BUDGET", 2 * 2 * case.task.layout.numel * 8)
+    parts = [run(engine, job, case.batches)[0] for engine in (vmapped, forward)]
+    for a, b in zip(whole, parts, strict=True):
+        assert (a - b).norm() < EXACT * a.norm()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 17, 100])
+def test_batch_size_does_not_matter(batch_size):
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+    task = et.classification(model)
+    dataset = TensorDataset(torch.randn(17, 4), torch.randint(0, 3, (17,)))
+    fitted = et.RandProj(7).fit(task, dataset)
+    alone = fitted.features(et.Data(dataset, batch_size=17))
+    # float32: a sum over rows of a few dozen numbers in another order
+    assert torch.allclose(fitted.features(et.Data(dataset, batch_size=batch_size)), alone, rtol=1e-4, atol=1e-5)
+
+
+def test_rule_prefers_reverse_for_many_rows_and_forward_for_large_models(cases, monkeypatch):
+    task = cases["mlp"].task
+    few, many = (Job(task, task.losses, make_rows(task.layout, k)) for k in ("unit", "stacked"))
+    assert choosing.preferred(many)[0] is vmapped
+    monkeypatch.setattr("eigentrace.project.choose.examples_at_once", lambda task: 1)
+    assert choosing.preferred(few)[0] is forward
+    assert forward not in choosing.preferred(dataclasses.replace(few, norms=True))
+
+
+class _Branching(nn.Module):
+    """Reads a number out of its input, which vmap forbids and forward mode allows."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.a(x) * (2.0 if x.sum().item() > 1e9 else 1.0)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_every_model_is_projected_by_the_chosen_engine(cases, name, norms):
+    case = cases[name]
+    rows = make_rows(case.task.layout, "dense")
+    with case.task.session():
+        found = [f for _, f in project(Job(case.task, case.task.losses, rows, norms), as_data(case.batches))]
+    expected = dense_gradients(case.task, case.batches) @ rows.matrix.T
+    assert (torch.cat([f.features for f in found]) - expected).norm() < EXACT * expected.norm()
+
+
+def test_falls_back_when_vmap_cannot_go():
+    model = _Branching().double()
+    task, batch = et.classification(model), (torch.randn(6, 3).double(), torch.randint(0, 2, (6,)))
+    rows = make_rows(task.layout, "dense")
+    expected = dense_gradients(task, [batch])
+    with task.session():
+        (_, plain), *_ = project(Job(task, task.losses, rows), as_data([batch]))
+        (_, normed), *_ = project(Job(task, task.losses, rows, norms=True), as_data([batch]))
+        found = torch.cat(list(gradients(task, task.losses, as_data([batch]))))
+    assert (found - expected).norm() < EXACT * expected.norm()
+    for projection in (plain, normed):
+        assert (projection.features - expected @ rows.matrix.T).norm() < EXACT * projection.features.norm()
+
+
+def test_no_engine_is_said_with_every_reason():
+    class Sampled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(2, 2)
+
+        def forward(self, x):
+            raise RuntimeError("needs hardware that is not there")
+
+    task, batch = et.classification(Sampled()), (torch.randn(3, 2), torch.zeros(3, dtype=torch.long))
+    job = Job(task, task.losses, make_rows(task.layout, "unit"))
+    with task.session(), pytest.raises(UnsupportedError, match="vmapped: needs hardware.*one_by_one: needs hardware"):
+        list(project(job, as_data([batch])))
+
+
+def test_forward_mode_and_jobs_without_norms_refuse_them(cases):
+    task = cases["mlp"].task
+    job = Job(task, task.losses, make_rows(task.layout, "unit"))
+    with task.session(), pytest.raises(UnsupportedError, match="no gradient norms"):
+        forward(dataclasses.replace(job, norms=True), cases["mlp"].batches[0], 7)
+    with task.session(), pytest.raises(UnsupportedError, match=r"Job\(norms=True\)"):
+        forward(job, cases["mlp"].batches[0], 7).squares()
+
+
+def test_gradients_are_gathered_within_a_budget():
+    parts = [torch.ones(3, 4), torch.ones(2, 4), torch.ones(2, 4)]
+    sizes = [len(chunk) for chunk in in_chunks(iter(parts), budget=2 * 4 * 4)]
+    assert sizes == [2, 2, 2, 1]
+    assert [len(chunk) for chunk in in_chunks(iter(parts), budget=1)] == [1] * 7
