@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from models import CASES, Case, make
 
 

@@ -95,7 +95,9 @@ def _trained(model: nn.Module, task: et.Task, batches: list[Any], steps: int = 6
     model.train()
 
 
-def _classifier(model: nn.Module, inputs: Callable[[int], Tensor], l2: Any = 0.1, dtype: torch.dtype = torch.float64) -> Case:
+def _classifier(
+    model: nn.Module, inputs: Callable[[int], Tensor], l2: Any = 0.1, dtype: torch.dtype = torch.float64
+) -> Case:
     model = model.to(dtype)
     batches = [(inputs(size).to(dtype), torch.randint(0, 3, (size,))) for size in (7, 7, 3)]
     queries = [(inputs(2).to(dtype), torch.randint(0, 3, (2,))) for _ in range(2)]
@@ -177,7 +179,9 @@ def _dense_gauss_newton(task: et.Task, flat: Tensor, batch: Any) -> Tensor:
 
     center = outputs(flat).detach()
     J = torch.autograd.functional.jacobian(outputs, flat).reshape(center.numel(), -1)
-    S = torch.autograd.functional.hessian(lambda o: task._output_loss(o.reshape(center.shape), batch).sum(), center.flatten())
+    S = torch.autograd.functional.hessian(
+        lambda o: task._output_loss(o.reshape(center.shape), batch).sum(), center.flatten()
+    )
     return J.T @ S @ J
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from models import CASES, dense_hessian
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -15,6 +14,7 @@ from eigentrace.curvature import Curvature, Form, hessian_forward, working_form
 from eigentrace.data import as_data
 from eigentrace.errors import PrecisionWarning, UnsupportedError
 from eigentrace.probe import check_curvature
+from models import CASES, dense_hessian
 
 # Two float64 derivations of the same matrix differ by rounding only.
 EXACT = 1e-10

@@ -56,7 +56,9 @@ def test_arnoldi_identity_holds_for_a_matrix_that_is_not_symmetric():
     check_identities(A, arnoldi(A.matmul, start_of(A), 20), 1e-10)
 
 
-@pytest.mark.parametrize("basis", [Basis(max_vectors=30), Basis(max_vectors=24, restart_keep=12), Basis(max_vectors=200)])
+@pytest.mark.parametrize(
+    "basis", [Basis(max_vectors=30), Basis(max_vectors=24, restart_keep=12), Basis(max_vectors=200)]
+)
 def test_restarted_lanczos_keeps_the_identities_and_the_spectrum(basis):
     A = symmetric(decaying(), torch.float64)
     plain = lanczos(A.matmul, start_of(A), 80)
@@ -81,7 +83,9 @@ def test_top_eigenvalues_match_dense(iteration):
     assert (ritz(iteration(A.matmul, start_of(A), 60))[0][:10] - exact).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("basis", [Basis(), Basis(max_vectors=30), Basis(dtype="bf16"), Basis(dtype="bf16", max_vectors=40)])
+@pytest.mark.parametrize(
+    "basis", [Basis(), Basis(max_vectors=30), Basis(dtype="bf16"), Basis(dtype="bf16", max_vectors=40)]
+)
 def test_residual_bounds_hold(basis):
     A = symmetric(decaying(400), torch.float32)
     krylov = lanczos(A.matmul, start_of(A), 60, basis=basis)

@@ -1,21 +1,25 @@
 """Training-data attribution: which training examples taught a PyTorch model what it does."""
 
-from eigentrace.data import Data
-from eigentrace.fitted import Fitted
-from eigentrace.krylov import Basis
-from eigentrace.methods import (
-    Arnoldi,
-    ExactHessian,
-    InverseArnoldi,
-    Lissa,
-    Loss,
-    RandProj,
-    RandSelect,
-    TracIn,
-)
-from eigentrace.projected import load
-from eigentrace.ready import causal_lm, classification, seq2seq
-from eigentrace.task import Task
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eigentrace.data import Data
+    from eigentrace.fitted import Fitted
+    from eigentrace.krylov import Basis
+    from eigentrace.methods import (
+        Arnoldi,
+        ExactHessian,
+        InverseArnoldi,
+        Lissa,
+        Loss,
+        RandProj,
+        RandSelect,
+        TracIn,
+    )
+    from eigentrace.projected import load
+    from eigentrace.ready import causal_lm, classification, seq2seq
+    from eigentrace.task import Task
 
 __version__ = "0.1.0"
 
@@ -40,3 +44,25 @@ __all__ = [
     "Fitted",
     "load",
 ]
+
+# Names are loaded when they are first used: `eigentrace --help` must not wait seconds for torch.
+_HOMES = {
+    "Data": "data",
+    "Fitted": "fitted",
+    "Basis": "krylov",
+    "load": "projected",
+    "Task": "task",
+    **dict.fromkeys(("classification", "seq2seq", "causal_lm"), "ready"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'eigentrace' has no attribute {name!r}")
+    value = getattr(import_module(f"eigentrace.{_HOMES.get(name, 'methods')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def write(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Mapping[s
     if path.exists():
         raise InputError(f"{path} exists already and is left as it is. Choose another path, or remove it first.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
     try:
         for name, tensors in files.items():
@@ -57,11 +58,16 @@ def read_manifest(path: Path, kind: str) -> dict[str, Any]:
         manifest = json.loads((path / _MANIFEST).read_text())
     except FileNotFoundError:
         raise MismatchError(f"{path} holds no {_MANIFEST}, so it is not a saved {kind}. Check the path.") from None
-    except json.JSONDecodeError as error:
+    except NotADirectoryError:
+        raise MismatchError(f"{path} is a file, and a saved {kind} is a directory. Check the path.") from None
+    except ValueError as error:  # not JSON, or not even text
         raise MismatchError(f"{path / _MANIFEST} is damaged ({error}). Save the {kind} again.") from None
-    if not isinstance(manifest, dict) or manifest.get("kind") != kind or manifest.get("format") != 1:
-        found = manifest.get("kind"), manifest.get("format") if isinstance(manifest, dict) else None
-        raise MismatchError(f"{path} holds kind and format {found}, expected ({kind!r}, 1).")
+    found = (manifest.get("kind"), manifest.get("format")) if isinstance(manifest, dict) else type(manifest).__name__
+    if found != (kind, 1):
+        raise MismatchError(
+            f"{path / _MANIFEST} says {found} where {(kind, 1)} was expected: another kind of artifact, or one written "
+            "by another version of eigentrace."
+        )
     return manifest
 
 

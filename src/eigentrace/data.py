@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
+from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -66,13 +67,23 @@ class _Examples:
         loader = DataLoader(
             self.dataset,
             batch_sampler=[chunk.tolist() for chunk in chunks],
-            collate_fn=self.collate or default_collate,
+            collate_fn=self.collate or _stack,
             num_workers=self.workers,
             # A loader without its own generator draws its worker seed from the caller's global random state.
-            generator=torch.Generator(),
+            generator=torch.Generator(torch.get_default_device()),
         )
         for chunk, values in zip(chunks, loader, strict=True):
             yield Batch(chunk, values)
+
+
+def _stack(examples: list) -> Any:
+    try:
+        return default_collate(examples)
+    except (RuntimeError, TypeError) as error:
+        raise DataError(
+            f"Examples of type {type(examples[0]).__name__} cannot be stacked into a batch: {error} | Give "
+            "Data(dataset, collate=...) a function that pads them, or turns what they hold into tensors."
+        ) from None
 
 
 class _Batches:
@@ -80,15 +91,23 @@ class _Batches:
 
     def __init__(self, batches: Sequence[Any] | DataLoader) -> None:
         self.batches = batches
-        self.sizes = [length_of(batch) for batch in batches]
+        # Every pass over a loader draws a seed for its workers from the caller's global random state.
+        with torch.random.fork_rng(devices=[]):
+            self.sizes = [length_of(batch) for batch in batches]
 
     def __len__(self) -> int:
         return sum(self.sizes)
 
     def read(self, rows: np.ndarray | None) -> Iterator[Batch]:
         start = 0
-        for size, values in zip(self.sizes, self.batches, strict=True):
-            here = np.arange(start, start + size)
+        for size, values in zip_longest(self.sizes, self.batches):
+            now = 0 if values is None else length_of(values)
+            if now != size:
+                raise DataError(
+                    f"The batch from row {start} on has {now} examples, and had {size or 0} when it was counted: the "
+                    "loader gives other batches every time. Build it without random sampling or filtering."
+                )
+            here = np.arange(start, start + now)
             if rows is not None:
                 here = rows[(rows >= start) & (rows < start + size)]
                 values = select(values, torch.from_numpy(here - start), size)  # noqa: PLW2901
@@ -120,20 +139,23 @@ class Data:
             raise DataError(
                 "Data(...) takes a dataset and got a DataLoader: pass the loader itself where data is asked for."
             )
-        if isinstance(dataset, IterableDataset) or not (
-            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        ):
+        if not _is_map_style(dataset):
             raise DataError(
                 f"{type(dataset).__name__} has no length or no random access, so its examples have no stable row "
                 "numbers. Give a map-style dataset, or a list of batches (for instance `list(loader)`)."
             )
-        if batch_size < 1:
-            raise DataError(f"batch_size must be at least 1, got {batch_size}.")
-        self._set(_Examples(dataset, collate, batch_size, workers), ids)
+        if not isinstance(batch_size, Integral) or batch_size < 1:
+            raise DataError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
+        self._set(_Examples(dataset, collate, int(batch_size), workers), ids)
 
     @classmethod
     def from_batches(cls, batches: Sequence[Any] | DataLoader, ids: Sequence[Any] | None = None) -> "Data":
         """Take batches as they are; rows are numbered in the order they come."""
+        if not isinstance(batches, Sequence | DataLoader):
+            raise DataError(
+                f"from_batches takes a list of batches or a DataLoader, got {type(batches).__name__}, which cannot be "
+                "read again and again. Give `list(batches)`."
+            )
         data = cls.__new__(cls)
         data._set(_Batches(batches), ids)
         return data
@@ -156,27 +178,33 @@ class Data:
         """Draw `size` different rows (all of them if there are fewer), ascending."""
         if size >= len(self):
             return np.arange(len(self))
-        return torch.randperm(len(self), generator=generator)[:size].sort().values.numpy()
+        return torch.randperm(len(self), generator=generator, device="cpu")[:size].sort().values.numpy()
+
+
+def _is_map_style(dataset: Any) -> bool:
+    return (
+        hasattr(dataset, "__len__")
+        and hasattr(dataset, "__getitem__")
+        and not isinstance(dataset, IterableDataset | str | bytes | Mapping | nn.Module)
+    )
 
 
 def as_data(data: Any) -> Data:
-    """Accept what users have: `Data`, a dataset, a `DataLoader`, a list of batches, or one batch (tuple or dict)."""
+    """Accept what users have: `Data`, a dataset, a `DataLoader`, a list of batches, or one batch (tuple or dict).
+
+    A `DataLoader` that reads in order stands for its whole dataset, whether or not it drops the last batch.
+    """
     if isinstance(data, Data):
         return data
     if isinstance(data, DataLoader):
         return _from_loader(data)
-    if isinstance(data, Mapping) or (isinstance(data, tuple) and data and isinstance(data[0], Tensor)):
+    if isinstance(data, Mapping):
         return Data.from_batches([data])
+    if isinstance(data, tuple):
+        return Data.from_batches([_one_batch(data)])
     if isinstance(data, list):
-        if not data:
-            raise DataError("The list of batches is empty: at least one example is needed.")
-        if all(isinstance(item, Tensor) for item in data):
-            raise DataError(
-                f"A list of {len(data)} bare tensors may be one batch or several. Write `[batch]` for one batch, or "
-                "`Data.from_batches(batches)` if every tensor is a batch of its own."
-            )
-        return Data.from_batches(data)
-    if isinstance(data, Tensor) or data is None or isinstance(data, str | bytes | int | float):
+        return Data.from_batches(_several_batches(data))
+    if data is None or isinstance(data, Tensor | nn.Module | str | bytes | int | float):
         raise DataError(
             f"Expected data, got {type(data).__name__}. Give an eigentrace.Data, a map-style dataset, a DataLoader "
             "without shuffling, or a list of batches."
@@ -184,15 +212,48 @@ def as_data(data: Any) -> Data:
     return Data(data)
 
 
-def _from_loader(loader: DataLoader) -> Data:
-    if isinstance(loader.dataset, IterableDataset):
+def _one_batch(data: tuple) -> tuple:
+    if not any(isinstance(item, Tensor) for item in data):
+        kinds = ", ".join(type(item).__name__ for item in data[:3])
         raise DataError(
-            "The DataLoader reads an IterableDataset, whose examples have no row numbers. Give a map-style dataset, "
-            "or the batches as a list: `list(loader)`."
+            f"A tuple is read as one batch such as (inputs, labels), and this one holds no tensor: ({kinds}). Give "
+            "several batches as a list, arrays as tensors, and single examples as eigentrace.Data(examples)."
+        )
+    return data
+
+
+def _several_batches(data: list) -> list:
+    if not data:
+        raise DataError("The list of batches is empty: at least one example is needed.")
+    if all(isinstance(item, Tensor) for item in data):
+        raise DataError(
+            f"A list of {len(data)} bare tensors may be one batch or several. Write `[batch]` for one batch, or "
+            "`Data.from_batches(batches)` if every tensor is a batch of its own."
+        )
+    parts = data[0].values() if isinstance(data[0], Mapping) else data[0]
+    if isinstance(data[0], Mapping | list | tuple) and any(_is_number(part) for part in parts):
+        raise DataError(
+            f"A list is read as batches, and the {type(data[0]).__name__} it begins with holds a single number, as "
+            "one example does. Give a list of examples as eigentrace.Data(examples)."
+        )
+    return data
+
+
+def _is_number(item: Any) -> bool:
+    return isinstance(item, int | float) or (isinstance(item, Tensor) and item.ndim == 0)
+
+
+def _from_loader(loader: DataLoader) -> Data:
+    if not _is_map_style(loader.dataset):
+        raise DataError(
+            f"The DataLoader reads a dataset of type {type(loader.dataset).__name__}, whose examples have no row "
+            "numbers. Give a map-style dataset, or the batches as a list: `list(loader)`."
         )
     _refuse_shuffling(loader)
-    if type(loader.sampler) is SequentialSampler and loader.batch_size is not None:
-        return Data(loader.dataset, loader.collate_fn, loader.batch_size, workers=loader.num_workers)
+    in_order = type(loader.sampler) is SequentialSampler and loader.batch_size is not None
+    if in_order and loader.worker_init_fn is None:
+        collate = None if loader.collate_fn is default_collate else loader.collate_fn
+        return Data(loader.dataset, collate, loader.batch_size or 1, workers=loader.num_workers)
     return Data.from_batches(loader)
 
 
@@ -201,7 +262,8 @@ def _refuse_shuffling(loader: DataLoader) -> None:
     sampler = loader.sampler if loader.batch_size is not None else (loader.batch_sampler or loader.sampler)
     shuffles = isinstance(sampler, _SHUFFLING) or isinstance(getattr(sampler, "sampler", None), _SHUFFLING)
     if not shuffles:
-        first, second = (list(islice(iter(sampler), _SAMPLER_PROBE)) for _ in range(2))
+        with torch.random.fork_rng(devices=[]):
+            first, second = (list(islice(iter(sampler), _SAMPLER_PROBE)) for _ in range(2))
         shuffles = first != second
     if shuffles:
         raise DataError(

@@ -1,11 +1,12 @@
 """Run somebody's model under the settings the mathematics needs, and give it back exactly as found."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from eigentrace.errors import UnsupportedError
@@ -22,6 +23,8 @@ def prepared(model: nn.Module) -> Iterator[None]:
     - oneDNN's and cuDNN's fused recurrent kernels have no forward-mode and no double-backward rule. They are
       switched off only around models that hold a recurrent layer, since convolutions need them for speed.
     - `sparse=True` embeddings would return sparse gradients, which no flat vector can take.
+    - An embedding's padding row takes no gradient in reverse mode, as in training, but forward mode would move it:
+      it is held constant in both.
     - The global random state is put back, whatever a data loader or a stray dropout drew from it.
     """
     if torch.is_inference_mode_enabled():
@@ -35,6 +38,7 @@ def prepared(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 module.sparse = False
+        stack.enter_context(_constant_padding(model))
         stack.enter_context(_no_fused_encoder())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(model)))
@@ -45,6 +49,9 @@ def prepared(model: nn.Module) -> Iterator[None]:
         # torch.func differentiates inside an outer no_grad; what it spares is the ordinary graph that parameters
         # outside the selection would record.
         stack.enter_context(torch.no_grad())
+        # vmap says once per operation that it falls back to a loop: true, slow, and nothing the caller can act on.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="There is a performance drop")
         yield
 
 
@@ -77,6 +84,22 @@ class _Attributes:
             mapping.update(content)
         for sequence, items in self.lists:
             sequence[:] = items
+
+
+@contextmanager
+def _constant_padding(model: nn.Module) -> Iterator[None]:
+    def hold(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        tokens = args[0] if args else kwargs["input"]
+        padding = (tokens == module.padding_idx).unsqueeze(-1)
+        return torch.where(padding, output.detach(), output)
+
+    padded = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None]
+    hooks = [module.register_forward_hook(hold, with_kwargs=True) for module in padded]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

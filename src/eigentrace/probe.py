@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eigentrace.batch import select, tensors_of
 from eigentrace.curvature import Curvature, gradient, working_form
 from eigentrace.data import Batch, Data
 from eigentrace.errors import DeterminismError, NumericalError, PrecisionWarning, TaskError
-from eigentrace.task import Task, Values
+from eigentrace.task import Task
 
 # Relative differences above which two evaluations of the same thing count as different. Rounding in float64, in
 # float32 with the atomics of a GPU, and in bfloat16 stays well below; dropout or a shuffled loader is of order one.
@@ -32,17 +32,7 @@ def check_task(task: Task, data: Data) -> None:
         )
     batch = task.place(first.values)
     losses = _losses_leaving_model_alone(task, batch)
-    if len(losses) != len(first):
-        raise TaskError(
-            f"The loss returned {len(losses)} numbers for a batch of {len(first)} examples. It must return one per "
-            "example: sum over tokens or pixels inside an example, never over examples."
-        )
-    if not losses.isfinite().all():
-        bad = first.rows[~losses.isfinite().cpu().numpy()]
-        raise NumericalError(
-            f"The loss is not finite for {len(bad)} examples of the first batch (first: row {bad[0]}). Check the "
-            "inputs and labels of that row, and that the model was loaded with its trained weights."
-        )
+    _check_losses(losses, first.rows)
     _check_repeatable(task, batch, losses)
     _check_independent(task, batch, losses)
     _check_gradient(task, batch, losses)
@@ -57,16 +47,17 @@ def check_task(task: Task, data: Data) -> None:
 
 def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvature:
     """Settle how H is differentiated and check it: twice the same, and equal to a finite difference of gradients."""
+    _check_sample(curvature)
     batch = next(curvature.batches())
     curvature = replace(curvature, form=working_form(curvature, batch))
     layout = curvature.task.layout
-    v = torch.randn(layout.numel, generator=generator, dtype=layout.dtype).to(layout.device)
-    v /= v.norm()
+    v = torch.randn(layout.numel, generator=generator, dtype=layout.dtype, device="cpu").to(layout.device)
+    v = _off_padding(curvature.task, v / v.norm())
     first, second = curvature.product_on(v, batch), curvature.product_on(v, batch)
     if not first.isfinite().all():
         raise NumericalError(
-            "The curvature of the first batch is not finite although its loss is. Look for square roots or divisions "
-            "at zero in the model or the loss."
+            "The curvature of the first batch is not finite although its losses are. Look for square roots, norms or "
+            "divisions at zero in the model or the loss."
         )
     gap = (first - second).norm() / first.norm().clamp_min(torch.finfo(layout.dtype).tiny)
     tol = _SAME_TOL["bf16" if curvature.precision == "bf16" else _precision(curvature.task)]
@@ -75,10 +66,40 @@ def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvatu
             f"Multiplying the curvature with the same vector twice differs by {gap:.2g} of its size (allowed {tol:g}). "
             "Something draws random numbers: dropout called as a function with training=True, or noise in the loss."
         )
+    # A direction the curvature is large in: along a random one a difference of gradients drowns in rounding.
+    u = _off_padding(curvature.task, first / first.norm() if first.any() else v)
+    along = curvature.product_on(u, batch)
+    _warn_unless_symmetric(float(v @ along), float(u @ first), tol)
     if curvature.kind == "hessian":
-        # A direction the curvature is large in: along a random one the difference drowns in rounding.
-        _warn_unless_difference(curvature, first / first.norm() if first.any() else v, batch)
+        _warn_unless_difference(curvature.task, u, along, batch)
     return curvature
+
+
+def _check_sample(curvature: Curvature) -> None:
+    """Look at every loss that H is taken on: one bad row among thousands would only show as a product that is NaN."""
+    task, start = curvature.task, 0
+    rows = np.arange(len(curvature.data)) if curvature.rows is None else curvature.rows
+    for batch in curvature.batches():
+        losses = task.losses(task.params, batch)
+        _check_losses(losses, rows[start : start + len(losses)])
+        start += len(losses)
+    if start != len(rows):
+        raise TaskError(f"The loss returned {start} numbers for {len(rows)} examples. It must return one per example.")
+
+
+def _check_losses(losses: Tensor, rows: np.ndarray) -> None:
+    if len(losses) != len(rows):
+        raise TaskError(
+            f"The loss returned {len(losses)} numbers for a batch of {len(rows)} examples. It must return one per "
+            "example: sum over tokens or pixels inside an example, never over examples."
+        )
+    finite = losses.isfinite().cpu().numpy()
+    if not finite.all():
+        bad = rows[~finite]
+        raise NumericalError(
+            f"The loss is not finite for {len(bad)} examples of a batch (first: row {bad[0]}). Check the inputs and "
+            "labels of that row, and that the model was loaded with its trained weights."
+        )
 
 
 def _first(data: Data) -> Batch:
@@ -173,14 +194,37 @@ def _check_gradient(task: Task, batch: Any, losses: Tensor) -> None:
     if losses.any() and not any(part.any() for part in found.values()):
         raise TaskError(
             "The gradient of the loss in the selected parameters is exactly zero: the loss does not depend on them. "
-            "Look for .detach(), .item(), torch.no_grad() or argmax inside the loss, or select other parameters."
+            "Look for .detach(), .item(), torch.no_grad(), argmax or reentrant checkpointing, or select other parameters."
         )
 
 
-def _warn_unless_difference(curvature: Curvature, v: Tensor, batch: Any) -> None:
+def _off_padding(task: Task, v: Tensor) -> Tensor:  # (P,) -> (P,)
+    """Clear a direction on the padding rows of embeddings: derivatives hold them constant, a difference moves them."""
+    parts = {name: part.clone() for name, part in task.layout.unflatten(v).items()}
+    padded = [m for m in task.model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None]
+    rows = {id(module.weight): module.padding_idx for module in padded}
+    for name, parameter in task.model.named_parameters():
+        if name in parts and id(parameter) in rows:
+            parts[name][rows[id(parameter)]] = 0
+    return task.layout.flatten(parts)
+
+
+def _warn_unless_symmetric(one: float, other: float, tol: float) -> None:
+    """Compare ⟨v, Hu⟩ with ⟨u, Hv⟩: they differ where forward and reverse derivative rules do."""
+    size = max(abs(one), abs(other))
+    # Rounding in ⟨v, Hu⟩ is relative to ‖Hu‖, which for a random v is larger by up to the square root of P.
+    if abs(one - other) > max(50 * tol, 0.05) * size:
+        warnings.warn(
+            f"The curvature is not symmetric (⟨v, Hu⟩ = {one:.4g}, ⟨u, Hv⟩ = {other:.4g}): some operation of the model "
+            "has derivative rules that disagree. Scores may depend on the engine; replace custom or exotic operations.",
+            PrecisionWarning,
+            stacklevel=4,
+        )
+
+
+def _warn_unless_difference(task: Task, v: Tensor, exact: Tensor, batch: Any) -> None:
     """Compare Hv with (g(θ+εv) − g(θ−εv)) / 2ε along a direction of large curvature, at the best of a few ε."""
-    task, layout = curvature.task, curvature.task.layout
-    exact, center = curvature.product_on(v, batch), task.vector
+    layout, center = task.layout, task.vector
     gaps = []
     for step in _FINITE_DIFFERENCE_STEPS:
         epsilon = step * float(center.norm().clamp_min(1.0))

@@ -37,8 +37,9 @@ def classification(
                 "build an eigentrace.Task with your own loss."
             )
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != logits.shape[:1]:
-            found = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-            raise TaskError(f"classification expects integer labels of shape ({len(logits)},), got {found}.")
+            raise TaskError(
+                f"classification expects integer labels of shape ({len(logits)},), got {_described(labels)}."
+            )
         return logits
 
     def output_loss(logits: Tensor, batch: Any) -> Tensor:
@@ -61,8 +62,7 @@ def seq2seq(
     """
 
     def outputs(model: nn.Module, batch: Any) -> Tensor:
-        inputs = _dict_inputs(batch, "seq2seq")
-        labels = batch["labels"]
+        inputs, labels = _dict_inputs(batch, "seq2seq"), _token_labels(batch)
         if "decoder_input_ids" not in inputs:
             shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
             if shift is None:
@@ -73,7 +73,7 @@ def seq2seq(
             inputs["decoder_input_ids"] = shift(labels=labels)
         return _logits(_run(model, inputs))
 
-    return _token_task(model, params, l2, outputs, lambda batch: batch["labels"], reduction, measurement)
+    return _token_task(model, params, l2, outputs, _token_labels, reduction, measurement)
 
 
 def causal_lm(
@@ -93,7 +93,7 @@ def causal_lm(
     def outputs(model: nn.Module, batch: Any) -> Tensor:
         return _logits(_run(model, _dict_inputs(batch, "causal_lm")))[:, :-1]
 
-    return _token_task(model, params, l2, outputs, lambda batch: batch["labels"][:, 1:], reduction, measurement)
+    return _token_task(model, params, l2, outputs, lambda batch: _token_labels(batch)[:, 1:], reduction, measurement)
 
 
 def _token_task(
@@ -110,10 +110,10 @@ def _token_task(
 
     def output_loss(logits: Tensor, batch: Any) -> Tensor:
         labels = targets(batch)
-        if logits.shape[:2] != labels.shape:
+        if logits.ndim != 3 or logits.shape[:2] != labels.shape:
             raise TaskError(
                 f"Logits {tuple(logits.shape)} and labels {tuple(labels.shape)} do not line up: expected (B, T, "
-                "vocabulary) and (B, T)."
+                "vocabulary) and (B, T). Pad labels to the length of the inputs with -100."
             )
         valid = labels != _IGNORED
         total = _cross_entropy(logits, labels).where(valid, 0.0).sum(dim=1)
@@ -139,6 +139,17 @@ def _dict_inputs(batch: Any, what: str) -> dict[str, Any]:
         found = f"a dict with {sorted(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
         raise TaskError(f"{what} expects dict batches with a 'labels' entry, got {found}.")
     return {key: value for key, value in batch.items() if key != "labels"}
+
+
+def _token_labels(batch: Any) -> Tensor:  # (B, T)
+    labels = batch["labels"]
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim != 2:
+        raise TaskError(f"Labels of tokens must be integers of shape (B, T), got {_described(labels)}.")
+    return labels
+
+
+def _described(labels: Any) -> str:
+    return f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
 
 
 def _run(model: nn.Module, inputs: Any) -> Any:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from eigentrace.errors import TaskError
 
 Params = str | Sequence[str] | Callable[[str, Tensor], bool]
 
+# bfloat16 has the range, if not the digits: the probe warns about it.
+_WIDE_ENOUGH = (torch.float64, torch.float32, torch.bfloat16)
 _TOP = re.compile(r"^(?:top|last)\s+(\d+(?:\.\d+)?)\s*%$")
 
 
@@ -46,6 +49,7 @@ def select_params(model: nn.Module, params: Params) -> dict[str, nn.Parameter]:
     everything = {names[0]: parameter for parameter, names in aliases}
     if not everything:
         raise TaskError(f"{type(model).__name__} has no parameters, so there is nothing to attribute to.")
+    _check_loaded(everything)
     chosen = _choose(everything, {names[0]: names for _, names in aliases}, params)
     if not chosen:
         raise TaskError(
@@ -67,11 +71,11 @@ def match_values(names: Sequence[str], values: float | Mapping[str, float], what
     if not isinstance(values, Mapping):
         values = {"*": values}
     for pattern, value in values.items():
-        if value < 0:
-            raise TaskError(f"{what} must not be negative, got {value} for {pattern!r}.")
+        if not isinstance(value, Real) or not 0 <= value < float("inf"):
+            raise TaskError(f"{what} must be a finite number that is not negative, got {value!r} for {pattern!r}.")
         if not any(fnmatchcase(name, pattern) for name in names):
             raise TaskError(f"{what} pattern {pattern!r} matches none of the selected parameters ({_some(names)}).")
-    return {name: next((v for p, v in values.items() if fnmatchcase(name, p)), 0.0) for name in names}
+    return {name: next((float(v) for p, v in values.items() if fnmatchcase(name, p)), 0.0) for name in names}
 
 
 def aliases_of(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
@@ -96,9 +100,13 @@ def _choose(
         return {name: p for name, p in everything.items() if name.rpartition(".")[0] == layer}
     if isinstance(params, str) and (top := _TOP.match(params)):
         return _top(everything, float(top.group(1)) / 100)
-    patterns = [params] if isinstance(params, str) else list(params)
-    if not all(isinstance(pattern, str) for pattern in patterns):
-        raise TaskError(f"params must be a string, a list of glob patterns or a function, got {params!r}.")
+    patterns = [params] if isinstance(params, str) else params
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        kinds = {type(item).__name__ for item in params} if isinstance(params, list | tuple) else ""
+        raise TaskError(
+            "params must be a string, a list of glob patterns over names, or a function of (name, parameter), got "
+            f"{type(params).__name__}{f' of {sorted(kinds)}' if kinds else ''}."
+        )
     unmatched = [p for p in patterns if not any(fnmatchcase(a, p) for names in aliases.values() for a in names)]
     if unmatched and len(patterns) > 1:
         raise TaskError(f"params patterns {unmatched} match no parameter ({_some(list(everything))}).")
@@ -120,6 +128,14 @@ def _top(everything: dict[str, nn.Parameter], share: float) -> dict[str, nn.Para
     return dict(reversed(chosen.items()))
 
 
+def _check_loaded(everything: Mapping[str, Tensor]) -> None:
+    for name, parameter in everything.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise TaskError(f"Parameter {name!r} is not initialised yet: run the model once on a batch first.")
+        if parameter.device.type == "meta":
+            raise TaskError(f"Parameter {name!r} is on the meta device and holds no numbers: load the weights first.")
+
+
 def _check(chosen: Mapping[str, Tensor]) -> None:
     for name, parameter in chosen.items():
         if parameter.is_complex() or not parameter.is_floating_point():
@@ -127,20 +143,17 @@ def _check(chosen: Mapping[str, Tensor]) -> None:
                 f"Parameter {name!r} has type {parameter.dtype}, which has no real gradient. Leave it out of `params` "
                 "(for a quantised model, select the floating-point layers or adapters)."
             )
-        if parameter.device.type == "meta":
-            raise TaskError(f"Parameter {name!r} is on the meta device and holds no numbers: load the weights first.")
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise TaskError(f"Parameter {name!r} is not initialised yet: run the model once on a batch first.")
     devices = {p.device for p in chosen.values()}
     if len(devices) > 1:
         raise TaskError(
             f"The selected parameters lie on several devices ({', '.join(sorted(map(str, devices)))}). "
             "Move the model to one, or select parameters of one."
         )
-    if any(p.dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2) for p in chosen.values()):
+    narrow = [name for name, p in chosen.items() if p.dtype not in _WIDE_ENOUGH]
+    if narrow:
         raise TaskError(
-            "Some selected parameters are stored in float16 or float8, whose range gradients and curvature leave. "
-            "Load the model in float32 (`model.float()`), and use precision='bf16' for speed."
+            f"Parameter {narrow[0]!r} is stored in {chosen[narrow[0]].dtype}, whose range gradients and curvature "
+            "leave. Load the model in float32 (`model.float()`), and use precision='bf16' for speed."
         )
 
 

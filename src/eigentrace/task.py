@@ -1,7 +1,8 @@
 """A task: a model, one loss per example, and which parameters count."""
 
 import copy
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,13 +11,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from eigentrace.batch import to_device, to_double
-from eigentrace.errors import MismatchError, TaskError
+from eigentrace.errors import EigentraceWarning, MismatchError, TaskError
 from eigentrace.guard import prepared
 from eigentrace.selection import Coverage, Params, aliases_of, coverage_of, match_values, select_params
 from eigentrace.vector import Layout
 
 ModelFunction = Callable[[nn.Module, Any], Any]
 Values = Mapping[str, Tensor]
+
+# What torch.compile, DataParallel and Lightning modules put before the names of the model they hold.
+_WRAPPERS = ("_orig_mod.", "module.", "model.")
 
 
 class _Caller(nn.Module):
@@ -55,7 +59,7 @@ class Task:
         output_loss: Callable[[Any, Any], Tensor] | None = None,
         measurement: ModelFunction | None = None,
     ) -> None:
-        _check_functions(model, loss, outputs, output_loss)
+        _check_functions(model, loss, outputs, output_loss, measurement)
         # A compiled model keeps the original under this name; torch.func must see the original.
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self._outputs, self._output_loss, self._measurement = outputs, output_loss, measurement
@@ -122,15 +126,22 @@ class Task:
 
     def canonical(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Check that a state dict fits the model, and return its tensors by the model's own names, tied ones once."""
-        state = {key.removeprefix("_orig_mod."): value for key, value in state.items()}
+        current, names = self._tensors(), self.model.state_dict().keys()
+        state = dict(_unwrapped(state, current.keys() | names))
         for _, (first, *others) in aliases_of(self.model):
             # Files that store a tied tensor once may do so under any of its names.
             alias = next((name for name in others if name in state), None)
             if first not in state and alias is not None:
                 state[first] = state[alias]
-        current = self._tensors()
-        persistent = self.model.state_dict().keys()
-        _check_state(state, {name: tensor for name, tensor in current.items() if name in persistent})
+        _check_state(state, {name: tensor for name, tensor in current.items() if name in names})
+        unknown = sorted(state.keys() - current.keys() - names)
+        if unknown:
+            warnings.warn(
+                f"The checkpoint has {len(unknown)} tensors that the model has not (first: {unknown[0]!r}); they are "
+                "left out. Check that it belongs to this model and not to a larger one.",
+                EigentraceWarning,
+                stacklevel=3,
+            )
         return {name: state[name] for name in current if name in state}
 
     def at(self, state: Mapping[str, Tensor]) -> "Task":
@@ -143,19 +154,20 @@ class Task:
         return other
 
     def double(self) -> "Task":
-        """Return this task in float64, on a copy of the model."""
+        """Return this task in float64: copies of all tensors stand in for the model's own, which stay as they are."""
         if self._double or all(dtype == torch.float64 for dtype in self.layout.dtypes):
             return self
         other = copy.copy(self)
-        other.model = copy.deepcopy(self.model).double()
+        fixed = {name: value.detach() for name, value in self._tensors().items() if name not in self.params}
         other.params = {name: value.double() for name, value in self.params.items()}
-        other._fixed = {k: v.double() if v.is_floating_point() else v for k, v in self._fixed.items()}
+        other._fixed = {name: v.double() if v.is_floating_point() else v for name, v in fixed.items()}
         other.layout = Layout.of(other.params)
         other._double = True
         return other
 
     def _tensors(self) -> dict[str, Tensor]:
-        return dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        return own | self._fixed | self.params
 
     def _call(self, function: ModelFunction, values: Values, batch: Any) -> Any:
         swapped = {f"model.{name}": value for name, value in (self._fixed | dict(values)).items()}
@@ -176,7 +188,7 @@ def _per_example(losses: Any, what: str) -> Tensor:
     return losses
 
 
-def _check_functions(model: Any, loss: Any, outputs: Any, output_loss: Any) -> None:
+def _check_functions(model: Any, loss: Any, outputs: Any, output_loss: Any, measurement: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TaskError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, torch.jit.ScriptModule):
@@ -185,9 +197,20 @@ def _check_functions(model: Any, loss: Any, outputs: Any, output_loss: Any) -> N
         raise TaskError("`outputs` and `output_loss` go together: give both, or only `loss`.")
     if (loss is None) == (outputs is None):
         raise TaskError("Give either `loss`, or `outputs` and `output_loss`: exactly one of the two.")
-    for name, function in (("loss", loss), ("outputs", outputs), ("output_loss", output_loss)):
+    functions = {"loss": loss, "outputs": outputs, "output_loss": output_loss, "measurement": measurement}
+    for name, function in functions.items():
         if function is not None and not callable(function):
             raise TaskError(f"{name} must be a function, got {type(function).__name__}.")
+
+
+def _unwrapped(state: Values, names: Set[str]) -> Values:
+    """Drop what a wrapper put before every name, if no name is the model's own as it stands."""
+    while not names & state.keys():
+        wrapper = next((w for w in _WRAPPERS if any(key.startswith(w) for key in state)), None)
+        if wrapper is None:
+            break
+        state = {key.removeprefix(wrapper): value for key, value in state.items() if key.startswith(wrapper)}
+    return state
 
 
 def _check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

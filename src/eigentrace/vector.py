@@ -49,8 +49,11 @@ class Layout:
 
     def flatten(self, tensors: Mapping[str, Tensor], batch_dims: int = 0) -> Tensor:  # {name: (*b, *s)} -> (*b, P)
         """Lay named tensors side by side in one vector (or one per leading index)."""
-        # reshape, not flatten: a 0-dim parameter has nothing after its batch dimensions to flatten.
-        parts = [t.reshape(*t.shape[:batch_dims], -1).to(self.dtype) for t in (tensors[n] for n in self.names)]
+        # Sizes spelled out: neither flatten nor reshape(-1) takes parameters of no dimensions and of no elements.
+        parts = [
+            tensors[name].reshape((*tensors[name].shape[:batch_dims], size)).to(self.dtype)
+            for name, size in zip(self.names, self.sizes, strict=True)
+        ]
         return torch.cat(parts, dim=-1)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:  # (*b, P) -> {name: (*b, *s)}
@@ -58,6 +61,6 @@ class Layout:
         leading = flat.shape[:-1]
         pieces = flat.split(self.sizes, dim=-1)
         return {
-            name: piece.reshape(*leading, *shape).to(dtype)
+            name: piece.reshape((*leading, *shape)).to(dtype)
             for name, piece, shape, dtype in zip(self.names, pieces, self.shapes, self.dtypes, strict=True)
         }

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from models import CASES, dense_gradients
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -16,6 +15,7 @@ from eigentrace.project import choose as choosing
 from eigentrace.project.forward import forward
 from eigentrace.project.reverse import one_by_one, vmapped
 from eigentrace.rows import DenseRows, StackedRows, UnitRows
+from models import CASES, dense_gradients
 
 ENGINES = [forward, vmapped, one_by_one]
 EXACT = 1e-10
@@ -135,7 +135,7 @@ def test_no_engine_is_said_with_every_reason():
 
     task, batch = et.classification(Sampled()), (torch.randn(3, 2), torch.zeros(3, dtype=torch.long))
     job = Job(task, task.losses, make_rows(task.layout, "unit"))
-    with task.session(), pytest.raises(UnsupportedError, match="vmapped: needs hardware.*one_by_one: needs hardware"):
+    with task.session(), pytest.raises(UnsupportedError, match=r"vmapped: needs hardware.*one_by_one: needs hardware"):
         list(project(job, as_data([batch])))
 
 

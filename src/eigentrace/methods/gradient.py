@@ -81,7 +81,7 @@ class TracIn:
         if len(weights) != len(states):
             raise InputError(f"Got {len(weights)} learning_rates for {len(states)} checkpoints: give one for each.")
         at_least(0, **{f"learning_rates[{i}]": weight for i, weight in enumerate(weights)})
-        empty = DenseRows(torch.zeros(0, task.layout.numel, dtype=task.layout.dtype), task.layout)
+        empty = DenseRows(task.vector.new_zeros(0, task.layout.numel), task.layout)
         no_weights = torch.zeros(0, dtype=torch.float64)
         blocks = tuple(
             Block(empty, no_weights, float(weight), state) for weight, state in zip(weights, states, strict=True)

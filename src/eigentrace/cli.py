@@ -1,0 +1,92 @@
+"""The `eigentrace` command. Only this module talks to the terminal, and only it knows typer."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from eigentrace import __version__
+from eigentrace.errors import EigentraceError
+
+if TYPE_CHECKING:
+    import typer
+
+_NO_TYPER = (
+    "eigentrace: the command line needs the package typer, which is not installed. "
+    'Install it with: pip install "eigentrace[cli]"'
+)
+# Equal to the demo's own default, which cannot be read without loading torch.
+_STEPS = 100
+
+
+def main() -> None:
+    """Run the command line; the entry point of the installed `eigentrace` script."""
+    try:
+        app = _make_app()
+    except ModuleNotFoundError as error:
+        if error.name != "typer":
+            raise
+        sys.exit(_NO_TYPER)
+    try:
+        app(prog_name="eigentrace")
+    except EigentraceError as error:
+        # One line, whatever the message's own layout: what happened is in the words, not in a traceback.
+        print(f"eigentrace: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _make_app() -> "typer.Typer":
+    import typer
+
+    app = typer.Typer(
+        help="Find out which training examples taught a PyTorch model what it does.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"eigentrace {__version__}")
+            raise typer.Exit
+
+    @app.callback()
+    def root(
+        version: Annotated[
+            bool,
+            typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True),
+        ] = False,
+    ) -> None:
+        """Find out which training examples taught a PyTorch model what it does."""
+
+    @app.command()
+    def demo(
+        out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/demo"),
+        seed: Annotated[int, typer.Option(help="Decides on everything random.")] = 0,
+        steps: Annotated[int, typer.Option(min=1, help="Arnoldi steps.")] = _STEPS,
+    ) -> None:
+        """Train a small network on digits with wrong labels and find them by self-influence.
+
+        Takes a few minutes on a laptop, downloads nothing, and ends with a report to open in a browser.
+        """
+        _demo(out, seed, steps)
+
+    return app
+
+
+def _demo(out: Path, seed: int, steps: int) -> None:
+    # Imported here: torch takes seconds to load, and `--help` must not wait for it.
+    from eigentrace.demo import run_demo
+    from eigentrace.demo.folder import REPORT, SUMMARY
+    from eigentrace.report import methods_table
+
+    summary = run_demo(out, seed=seed, steps=steps, on_message=_say)
+    _say("")
+    _say(methods_table(summary.methods))
+    _say("")
+    _say(f"Numbers: {out / SUMMARY}")
+    _say(f"Report:  {out / REPORT}")
+    _say(f"Open it in a browser: {(out / REPORT).resolve().as_uri()}")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

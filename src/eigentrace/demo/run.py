@@ -1,0 +1,153 @@
+"""The demo from beginning to end: train, attribute with every method, compare, report."""
+
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+import eigentrace as et
+from eigentrace.demo.experiment import Accuracy, Trained, train_on_wrong_labels
+from eigentrace.demo.folder import claim, write
+from eigentrace.demo.present import make_report
+from eigentrace.errors import EigentraceWarning
+from eigentrace.evaluate import retrieval
+from eigentrace.report import MethodRow, render_page
+
+KEEP = 50
+DEFAULT_STEPS = 100
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a demo found, as written to summary.json."""
+
+    methods: tuple[MethodRow, ...]
+    accuracy: Accuracy
+    seed: int
+    steps: int
+    sample: int
+    parameters: int
+    versions: dict[str, str]
+
+
+def run_demo(
+    out: Path,
+    *,
+    seed: int = 0,
+    steps: int = DEFAULT_STEPS,
+    sample: int = 512,
+    epochs: int = 10,
+    size: int = 6000,
+    on_message: Callable[[str], None] = lambda message: None,
+) -> Summary:
+    """Find wrong labels by self-influence with six methods; write summary.json and report.html.
+
+    Args:
+        out: Folder for the two files; made if need be. An earlier demo in it is replaced.
+        seed: Decides on the changed labels, the training and the methods' own random numbers.
+        steps: Arnoldi steps. Fewer than 50 also lower the number of directions Arnoldi keeps.
+        sample: Training examples the curvature is taken on.
+        epochs: Passes of training.
+        size: Training images to use; the paper's experiment has 6,000.
+        on_message: Called with a line of text as the work goes on.
+
+    Raises:
+        InputError: If `out` holds files that no demo wrote.
+    """
+    claim(out)
+    trained = train_on_wrong_labels(seed, epochs, size, on_message)
+    task = et.classification(trained.model)
+    data = et.Data(TensorDataset(trained.images, trained.labels), batch_size=256)
+    compare = _Comparison(data, trained.is_wrong, on_message)
+
+    compare.add("Loss", None, lambda: et.Loss().fit(task, data))
+    compare.add("TracIn", None, lambda: et.TracIn(checkpoints=trained.checkpoints).fit(task, data))
+    compare.add("RandProj", KEEP, lambda: et.RandProj(keep=KEEP, seed=seed).fit(task, data))
+    compare.add("RandSelect", KEEP, lambda: et.RandSelect(keep=KEEP, seed=seed).fit(task, data))
+    on_message(f"Arnoldi: {steps} products with the curvature of {min(sample, len(data))} examples")
+    arnoldi = et.Arnoldi(steps=steps, keep=min(KEEP, steps), sample=sample, seed=seed)
+    fitted, seconds = compare.fit(lambda: arnoldi.fit(task, data))
+    keep = len(fitted.spectrum.eigenvalues)
+    compare.score("Arnoldi (truncated)", keep, fitted.distill(tail=None), seconds)
+    scores = compare.score("Arnoldi (tail)", keep, fitted, seconds)
+
+    summary = Summary(
+        methods=tuple(compare.rows),
+        accuracy=trained.accuracy,
+        seed=seed,
+        steps=steps,
+        sample=sample,
+        parameters=trained.num_parameters,
+        versions=_versions(),
+    )
+    _write(out, summary, trained, scores, fitted.spectrum)
+    return summary
+
+
+class _Comparison:
+    """Ranks the training data by one method after another and keeps the table of how well each did."""
+
+    def __init__(self, data: et.Data, is_wrong: Tensor, on_message: Callable[[str], None]) -> None:
+        self.data, self.is_wrong, self.on_message = data, is_wrong, on_message
+        self.rows: list[MethodRow] = []
+
+    def add(self, name: str, keep: int | None, fit: Callable[[], Any]) -> None:
+        """Fit a method and take it into the table."""
+        self.score(name, keep, *self.fit(fit))
+
+    def fit(self, fit: Callable[[], Any]) -> tuple[Any, float]:
+        """Fit a method, and pass on as messages what it warns about."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", EigentraceWarning)
+            fitted, seconds = _timed(fit)
+        for warning in caught:
+            if issubclass(warning.category, EigentraceWarning):
+                self.on_message(f"Note: {warning.message}")
+            else:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        return fitted, seconds
+
+    def score(self, name: str, keep: int | None, fitted: Any, fit_seconds: float) -> Tensor:  # (N,)
+        """Take a fitted method into the table, and return the self-influence of every example."""
+        scores, score_seconds = _timed(lambda: fitted.self_influence(self.data))
+        quality = retrieval(scores, self.is_wrong)
+        row = MethodRow(name, keep, 100 * quality.auc, 100 * quality.ap, fit_seconds, score_seconds)
+        self.rows.append(row)
+        self.on_message(
+            f"{name}: AUC {row.auc:.1f}%, AP {row.ap:.1f}%, fitted in {fit_seconds:.1f} s, "
+            f"scored in {score_seconds:.1f} s"
+        )
+        return scores
+
+
+def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - start
+
+
+def _write(out: Path, summary: Summary, trained: Trained, scores: Tensor, spectrum: Any) -> None:
+    residuals = None if spectrum.residuals is None else _as_array(spectrum.residuals)
+    report = make_report(trained, summary.methods, _as_array(scores), _as_array(spectrum.eigenvalues), residuals)
+    write(out, asdict(summary), render_page(report))
+
+
+def _as_array(values: Tensor) -> np.ndarray:
+    return values.detach().cpu().double().numpy()
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "eigentrace": et.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }

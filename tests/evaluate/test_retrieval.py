@@ -1,0 +1,67 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+from eigentrace.errors import InputError
+from eigentrace.evaluate import Retrieval, retrieval
+
+
+@st.composite
+def rankings(draw):
+    """Scores on a coarse grid, so that ties are common, with at least one example of each kind."""
+    size = draw(st.integers(2, 40))
+    level = st.one_of(st.integers(-3, 3).map(float), st.floats(-1e6, 1e6))
+    scores = draw(st.lists(level, min_size=size, max_size=size))
+    truth = draw(st.lists(st.booleans(), min_size=size - 2, max_size=size - 2))
+    return np.array(scores), np.array(draw(st.permutations([*truth, True, False])))
+
+
+@given(rankings())
+def test_agrees_with_sklearn(ranking):
+    scores, is_noisy = ranking
+    result = retrieval(scores, is_noisy)
+    assert result.auc == pytest.approx(roc_auc_score(is_noisy, scores), abs=1e-12)
+    assert result.ap == pytest.approx(average_precision_score(is_noisy, scores), abs=1e-12)
+
+
+def test_closed_forms():
+    assert retrieval([4, 3, 2, 1], [True, True, False, False]) == Retrieval(auc=1.0, ap=1.0)
+    assert retrieval([1, 2, 3, 4], [True, True, False, False]).auc == 0.0
+    # All scores equal: one threshold, at which a quarter of what is retrieved is noisy.
+    assert retrieval([7, 7, 7, 7], [False, True, False, False]) == Retrieval(auc=0.5, ap=0.25)
+
+
+def test_infinite_scores_have_a_rank():
+    assert retrieval([np.inf, 1.0, -np.inf], [True, False, False]).auc == 1.0
+
+
+@pytest.mark.parametrize(
+    "convert", [list, np.asarray, torch.tensor, lambda values: torch.tensor(values).float().requires_grad_()]
+)
+def test_takes_tensors_arrays_and_lists(convert):
+    assert retrieval(convert([0.5, 1.0, 0.25]), [False, True, False]).auc == 1.0
+    assert retrieval([0.5, 1.0, 0.25], torch.tensor([False, True, False])).auc == 1.0
+
+
+def test_takes_bfloat16():
+    assert retrieval(torch.tensor([2.0, 1.0], dtype=torch.bfloat16), [1, 0]).ap == 1.0
+
+
+@pytest.mark.parametrize(
+    ("scores", "is_noisy", "message"),
+    [
+        ([1.0, 2.0], [True], r"scores has shape \(2,\) and is_noisy \(1,\): give one score and one truth value"),
+        ([[1.0, 2.0]], [[True, False]], "give one score and one truth value for each example"),
+        ([1.0, 2.0], [0, 2], "is_noisy holds values other than true and false: compare first"),
+        ([1.0, float("nan")], [True, False], "1 of 2 scores are NaN and cannot be ranked: look for examples"),
+        ([1.0, 2.0], [False, False], "0 of 2 examples are noisy: AUC and AP need at least one noisy"),
+        ([1.0, 2.0], [True, True], "2 of 2 examples are noisy: AUC and AP need at least one noisy"),
+        ([], [], "0 of 0 examples are noisy"),
+    ],
+)
+def test_refuses(scores, is_noisy, message):
+    with pytest.raises(InputError, match=message):
+        retrieval(scores, is_noisy)

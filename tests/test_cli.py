@@ -1,0 +1,126 @@
+import builtins
+import inspect
+import subprocess
+import sys
+import time
+
+import pytest
+
+from eigentrace import __version__, cli
+from eigentrace.errors import InputError
+from eigentrace.report import MethodRow
+
+
+def run(monkeypatch, *arguments):
+    """Call the entry point as the installed script does, and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["eigentrace", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    return exit_.value.code
+
+
+def test_version(monkeypatch, capsys):
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"eigentrace {__version__}\n"
+
+
+def test_help_lists_the_demo_and_its_options(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run(monkeypatch, "--help") == 0
+    assert "demo" in capsys.readouterr().out
+    assert run(monkeypatch, "demo", "--help") == 0
+    out = capsys.readouterr().out
+    assert all(option in out for option in ("--out", "--seed", "--steps"))
+
+
+def test_help_is_quick_and_leaves_torch_alone():
+    code = (
+        "import sys\n"
+        "from eigentrace.cli import main\n"
+        "sys.argv = ['eigentrace', '--help']\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    print('loaded:', [name for name in ('torch', 'numpy') if name in sys.modules])\n"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith("loaded: []")
+    # Half a second on an idle machine; torch alone would take two or more.
+    assert time.perf_counter() - start < 2
+
+
+def test_without_typer_it_says_what_to_install(monkeypatch, capsys):
+    real = builtins.__import__
+
+    def without_typer(name, *rest):
+        if name == "typer":
+            raise ModuleNotFoundError("No module named 'typer'", name="typer")
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_typer)
+    message = run(monkeypatch, "--help")
+    # A text handed to sys.exit goes to stderr and makes the code 1.
+    assert message == (
+        "eigentrace: the command line needs the package typer, which is not installed. "
+        'Install it with: pip install "eigentrace[cli]"'
+    )
+    assert capsys.readouterr().out == ""
+
+
+def test_other_missing_packages_are_not_mistaken_for_typer(monkeypatch):
+    def broken():
+        raise ModuleNotFoundError("No module named 'rich'", name="rich")
+
+    monkeypatch.setattr(cli, "_make_app", broken)
+    with pytest.raises(ModuleNotFoundError, match="rich"):
+        cli.main()
+
+
+def test_errors_are_one_line_on_stderr(monkeypatch, capsys):
+    def fails(*arguments):
+        raise InputError("Something arrived:\n  give another.")
+
+    monkeypatch.setattr(cli, "_demo", fails)
+    assert run(monkeypatch, "demo") == 2
+    captured = capsys.readouterr()
+    assert captured.err == "eigentrace: Something arrived: give another.\n"
+    assert captured.out == ""
+
+
+def test_the_real_refusal_reaches_the_user(monkeypatch, capsys, tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    assert run(monkeypatch, "demo", "--out", str(tmp_path)) == 2
+    assert "give a new or empty folder" in capsys.readouterr().err
+
+
+def test_bad_steps_are_refused(monkeypatch, capsys):
+    assert run(monkeypatch, "demo", "--steps", "0") == 2
+    assert "--steps" in capsys.readouterr().err
+
+
+def test_demo_prints_progress_the_table_and_where_to_look(monkeypatch, capsys, tmp_path):
+    from eigentrace import demo
+
+    def fake(out, *, seed, steps, on_message):
+        on_message(f"working with seed {seed} and {steps} steps")
+        return type("Summary", (), {"methods": (MethodRow("Loss", None, 99.0, 98.0, 0.0, 1.0),)})
+
+    monkeypatch.setattr(demo, "run_demo", fake)
+    assert run(monkeypatch, "demo", "--out", str(tmp_path / "here"), "--seed", "3", "--steps", "7") == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[0] == "working with seed 3 and 7 steps"
+    assert lines[2].startswith("method")
+    assert lines[3].startswith("Loss")
+    assert lines[5:] == [
+        f"Numbers: {tmp_path / 'here' / 'summary.json'}",
+        f"Report:  {tmp_path / 'here' / 'report.html'}",
+        f"Open it in a browser: {(tmp_path / 'here' / 'report.html').as_uri()}",
+        "",
+    ]
+
+
+def test_the_default_of_steps_is_the_demo_s_own():
+    from eigentrace.demo import run_demo
+
+    assert inspect.signature(run_demo).parameters["steps"].default == cli._STEPS

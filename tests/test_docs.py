@@ -1,0 +1,53 @@
+"""The README's code runs, and what the documents name exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import eigentrace as et
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_readme_code_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3))
+    x, y = torch.randn(60, 8), torch.randint(0, 3, (60,))
+    names = {"model": model, "train": TensorDataset(x, y), "queries": [(x[:2], y[:2])]}
+    exec(code, names)
+    assert names["suspects"].shape == (20,)
+    assert names["influence"].shape == (2, 60)
+    assert et.load("runs/fit", names["task"]).num_train == 60
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_lead_somewhere(page):
+    path = ROOT / page
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        assert target.startswith("http") or (path.parent / target).exists(), f"{page} links to {target}"
+
+
+@pytest.mark.parametrize("name", et.__all__)
+def test_everything_public_has_a_docstring(name):
+    assert (getattr(et, name).__doc__ or "").strip()
+
+
+def test_every_method_is_in_the_design_page():
+    page = (ROOT / "docs" / "design.md").read_text()
+    for name in ("Arnoldi", "ExactHessian", "InverseArnoldi", "RandProj", "RandSelect", "TracIn", "Lissa", "Loss"):
+        assert f"| `{name}` |" in page
+
+
+def test_every_setting_has_help():
+    """A field's help is the string beneath it, from which reference pages are made."""
+    for path in (ROOT / "src" / "eigentrace" / "methods").glob("*.py"):
+        fields = re.findall(r"^    (\w+): [^\n(]+( = [^\n]+)?\n(    \"\"\")?", path.read_text(), re.MULTILINE)
+        for field, _, help_line in fields:
+            assert help_line, f"{path.name}: {field} has no help beneath it"

@@ -1,0 +1,86 @@
+"""The same numbers on a GPU as on the CPU, with data, rows and basis in either memory."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import eigentrace as et
+from eigentrace.errors import TaskError
+from models import CASES, make
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def on_gpu(task: et.Task) -> et.Task:
+    return et.Task(copy.deepcopy(task.model).cuda(), l2=task.l2, outputs=task._outputs, output_loss=task._output_loss)
+
+
+@pytest.mark.parametrize("curvature", ["hessian", "gauss-newton"])
+@pytest.mark.parametrize("name", CASES)
+def test_influence_is_the_same_as_on_the_cpu(name, curvature):
+    case = make(name)
+    method = et.Arnoldi(steps=500, keep=12, curvature=curvature, sample=None)
+    here, there = (method.fit(t, case.batches) for t in (case.task, on_gpu(case.task)))
+    assert torch.allclose(here.spectrum.eigenvalues, there.spectrum.eigenvalues, rtol=1e-8, atol=1e-10)
+    a, b = (fit.influence(case.batches, case.queries) for fit in (here, there))  # batches stay on the CPU
+    assert b.device.type == "cpu"
+    assert (a - b).norm() < 1e-6 * a.norm()
+
+
+@pytest.mark.parametrize(
+    "method", [et.RandProj(9), et.RandSelect(9), et.TracIn(), et.ExactHessian(), et.Lissa(depth=20)]
+)
+def test_other_methods_are_the_same(method):
+    case = make("mlp")
+    a, b = (method.fit(t, case.batches).influence(case.batches, case.queries) for t in (case.task, on_gpu(case.task)))
+    assert (a - b).norm() < 1e-6 * a.norm()
+
+
+@pytest.mark.parametrize(
+    "basis", [et.Basis(place="host"), et.Basis(dtype="bf16"), et.Basis(dtype="bf16", place="host")]
+)
+def test_basis_in_host_memory_and_in_bf16(basis):
+    case = make("conv")
+    task = et.classification(case.task.model.float().cuda(), l2=0.1)
+    batches = [(x.float(), y) for x, y in case.batches]
+    plain, other = (et.Arnoldi(steps=40, keep=8, basis=b).fit(task, batches) for b in (et.Basis(), basis))
+    assert torch.allclose(plain.spectrum.eigenvalues, other.spectrum.eigenvalues, rtol=2e-2)
+    assert torch.allclose(plain.self_influence(batches), other.self_influence(batches), rtol=0.1, atol=1e-3)
+
+
+def test_bf16_autocast_runs_a_transformer_in_every_path():
+    case = make("encoder")
+    task = et.classification(case.task.model.float().cuda(), l2=0.1)
+    batches = [(x.float(), y) for x, y in case.batches]
+    full, half = (et.Arnoldi(steps=40, keep=8, precision=p).fit(task, batches) for p in ("fp32", "bf16"))
+    assert torch.allclose(full.spectrum.eigenvalues, half.spectrum.eigenvalues, rtol=0.1)
+
+
+def test_save_and_load_across_devices(tmp_path):
+    case = make("mlp")
+    gpu = on_gpu(case.task)
+    fitted = et.Arnoldi(steps=40, keep=12).fit(gpu, case.batches)
+    fitted.save(tmp_path / "fit")
+    a, b = (et.load(tmp_path / "fit", t).self_influence(case.batches) for t in (gpu, case.task))
+    assert torch.allclose(a, b, rtol=1e-8)
+
+
+def test_parameters_on_two_devices_are_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).cuda())
+    with pytest.raises(TaskError, match="several devices"):
+        et.classification(model)
+
+
+def test_labels_out_of_range_name_the_row_and_leave_the_gpu_alive():
+    task = et.classification(nn.Linear(3, 2).cuda())
+    good = [(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))]
+    fitted = et.RandProj(3).fit(task, good)
+    bad = [*good, (torch.randn(2, 3), torch.tensor([0, 7]))]
+    with pytest.raises(ArithmeticError, match="row 5"):
+        fitted.self_influence(bad)
+    assert fitted.self_influence(good).isfinite().all()
