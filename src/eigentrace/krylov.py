@@ -167,7 +167,7 @@ def _iterate(matvec: Matvec, start: Tensor, steps: int, basis: Basis, *, symmetr
         raise InputError("The start vector is zero: give one with a nonzero length.")
     state = _State(start, min(steps, start.numel()), basis)
     ending = Ending.WHOLE_SPACE if steps >= start.numel() else Ending.ALL_STEPS
-    for product in track(range(steps), "Krylov iteration"):
+    for product in track(range(steps), "Krylov iteration", steps):
         if symmetric and state.full:
             state.restart(basis.carried)
         found_nothing = state.extend(matvec)

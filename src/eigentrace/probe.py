@@ -194,7 +194,7 @@ def _check_gradient(task: Task, batch: Any, losses: Tensor) -> None:
     if losses.any() and not any(part.any() for part in found.values()):
         raise TaskError(
             "The gradient of the loss in the selected parameters is exactly zero: the loss does not depend on them. "
-            "Look for .detach(), .item(), torch.no_grad(), argmax or reentrant checkpointing, or select other parameters."
+            "Look for .detach(), .item(), torch.no_grad(), argmax or reentrant checkpointing, or select others."
         )
 
 

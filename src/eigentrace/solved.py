@@ -48,7 +48,7 @@ class SolvedFit(Fitted):
         with self.task.session():
             function = self.task.measurements if queries else self.task.losses
             found = gradients(self.task, function, data)
-            for g in track(in_chunks(found, memory_budget(self.task.layout.device) // 4), "Solving"):
+            for g in in_chunks(found, memory_budget(self.task.layout.device) // 4):
                 score = (self.solve(g) * g).sum(dim=1)
                 scores.append((over_square(score, g.square().sum(dim=1)) if unit_gradients else score).cpu())
         return torch.cat(scores)
@@ -97,7 +97,7 @@ class LossFit(Fitted):
             raise UnsupportedError("Loss uses no gradients, so normalize='gradient' has no meaning: use None.")
         scores = torch.empty(len(data), dtype=self.task.layout.dtype)
         with self.task.session():
-            for batch in track(data.batches(), "Loss"):
+            for batch in track(data.batches(), "Loss", len(data), len):
                 scores[batch.rows] = self.task.losses(self.task.params, self.task.place(batch.values)).to(scores)
         return scores
 

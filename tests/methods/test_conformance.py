@@ -58,12 +58,12 @@ def neumann(case: Case) -> Tensor:
     H, scale, damping = dense_hessian(case, "gauss-newton"), 50.0, 0.01
     eye = torch.eye(len(H), dtype=H.dtype)
     h = eye
-    for _ in range(30):
+    for _ in range(10):
         h = eye + (1 - damping) * h - H @ h / scale
     return h / scale
 
 
-LISSA = et.Lissa(depth=30, damping=0.01, scale=50.0, batch_size=1000)
+LISSA = et.Lissa(depth=10, damping=0.01, scale=50.0, batch_size=1000)
 WHOLE = {"steps": 500, "sample": None}
 # name: (method, the matrix M of its score g(z)ᵀ M g(x))
 METHODS = {

@@ -65,5 +65,8 @@ class ExactHessian:
 
 
 def _dense(curvature: Curvature) -> Tensor:  # (P, P)
-    eye = torch.eye(curvature.task.layout.numel, dtype=torch.float64, device=curvature.task.layout.device)
-    return torch.cat([curvature.matmat(part) for part in track(eye.split(_COLUMNS_AT_ONCE), "Exact Hessian")])
+    size = curvature.task.layout.numel
+    eye = torch.eye(size, dtype=torch.float64, device=curvature.task.layout.device)
+    return torch.cat(
+        [curvature.matmat(part) for part in track(eye.split(_COLUMNS_AT_ONCE), "Exact Hessian", size, len)]
+    )

@@ -13,6 +13,7 @@ from eigentrace.fitted import check_num_train
 from eigentrace.krylov import lanczos, ritz
 from eigentrace.methods.method import at_least, ready, settings_of
 from eigentrace.probe import check_curvature
+from eigentrace.progress import track
 from eigentrace.solved import SolvedFit
 from eigentrace.task import Task
 
@@ -65,7 +66,7 @@ class Lissa:
 
     def _run(self, curvatures: list[Curvature], v: Tensor, scale: float) -> Tensor:
         h = v
-        for step, curvature in enumerate(curvatures, start=1):
+        for step, curvature in enumerate(track(curvatures, "LiSSA", len(curvatures)), start=1):
             h = v + (1 - self.damping) * h - curvature.matmat(h) / scale
             # A convergent series stays below v times the number of its terms.
             if not h.norm() <= 10 * (step + 1) * v.norm():

@@ -38,7 +38,7 @@ def preferred(job: Job) -> tuple[Engine, ...]:
 def project(job: Job, data: Data, description: str = "Projecting gradients") -> Iterator[tuple[Batch, Projection]]:
     """Do a job for every example of the data, batch by batch, inside the caller's session."""
     engine: Engine | None = None
-    for batch in track(data.batches(), description):
+    for batch in track(data.batches(), description, len(data), len):
         values = job.task.place(batch.values)
         if engine is None:
             engine = first_working(preferred(job), lambda e, v, n: e(job, v, n), values, len(batch))
@@ -50,7 +50,7 @@ def project(job: Job, data: Data, description: str = "Projecting gradients") -> 
 def gradients(task: Task, function: PerExample, data: Data) -> Iterator[Tensor]:  # each (b, P)
     """Yield full per-example gradients: what queries travel as."""
     take: Any = None
-    for batch in data.batches():
+    for batch in track(data.batches(), "Gradients", len(data), len):
         values = task.place(batch.values)
         if take is None:
             candidates = (vmapped_gradients, single_gradients)

@@ -1,0 +1,180 @@
+"""What only Arnoldi has: steps, samples, restarts, cuts, the tail."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import eigentrace as et
+from eigentrace.errors import ConvergenceWarning, InputError, UnsupportedError
+from eigentrace.krylov import Ending
+from models import dense_gradients, dense_hessian
+
+
+@pytest.fixture(scope="module")
+def problem():
+    """A float32 classifier with a few hundred parameters and more data than a batch."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))
+        x = torch.randn(300, 6)
+        y = (x[:, :3] + 0.3 * torch.randn(300, 3)).argmax(dim=1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        for _ in range(100):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return et.classification(model), TensorDataset(x, y)
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+def test_with_every_direction_it_is_the_exact_inverse(cases, kind):
+    case = cases["mlp"]
+    size = case.task.layout.numel
+    fitted = et.Arnoldi(steps=size, keep=size, curvature=kind, tail=None, sample=None).fit(case.task, case.batches)
+    exact = et.ExactHessian(curvature=kind).fit(case.task, case.batches)
+    assert fitted.spectrum.ending is Ending.WHOLE_SPACE
+    a, b = (f.influence(case.batches, case.queries) for f in (fitted, exact))
+    assert (a - b).norm() < 1e-6 * b.norm()
+
+
+def test_every_copy_of_a_repeated_eigenvalue_is_found():
+    # Two identical, disconnected halves: every eigenvalue of the curvature comes twice, and again for the bias.
+    class Twins(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([0.3, -0.2, 0.5, 0.3, -0.2, 0.5], dtype=torch.float64))
+
+        def forward(self, x):
+            return (x @ self.w[:3]).tanh() ** 2 + (x @ self.w[3:]).tanh() ** 2
+
+    task = et.Task(Twins(), lambda model, batch: model(batch), l2=0.1)
+    data = et.Data.from_batches([torch.randn(20, 3, dtype=torch.float64)])
+    values = et.Arnoldi(steps=6, keep=6, tail=None).fit(task, data).spectrum.eigenvalues
+    assert torch.allclose(values[::2], values[1::2], rtol=1e-10)
+    assert len(values) == 6
+
+
+def test_restart_equals_no_restart(problem):
+    task, data = problem
+    plain = et.Arnoldi(steps=120, keep=10).fit(task, data)
+    restarted = et.Arnoldi(steps=120, keep=10, basis=et.Basis(max_vectors=40)).fit(task, data)
+    assert torch.allclose(plain.spectrum.eigenvalues, restarted.spectrum.eigenvalues, rtol=1e-4)
+    a, b = (f.self_influence(data) for f in (plain, restarted))
+    assert torch.allclose(a, b, rtol=1e-3)
+
+
+def test_a_smaller_cut_equals_a_smaller_fit(problem):
+    task, data = problem
+    large = et.Arnoldi(steps=100, keep=30).fit(task, data)
+    small = et.Arnoldi(steps=100, keep=8).fit(task, data)
+    cut = large.distill(keep=8)
+    assert torch.equal(cut.self_influence(data), small.self_influence(data))
+    assert cut.delta == small.delta == pytest.approx(float(small.spectrum.eigenvalues[-1]))
+    # and back: a cut of a cut still has the whole fit behind it
+    assert torch.equal(cut.distill(keep=30).self_influence(data), large.self_influence(data))
+    assert cut.distill(tail=None).delta is None
+    assert cut.distill(tail=0.5).delta == pytest.approx(0.5)
+    with pytest.raises(InputError, match="holds 30 directions, so keep=31 is too many"):
+        large.distill(keep=31)
+
+
+def test_cuts_change_nothing_about_the_fit_they_come_from(problem):
+    task, data = problem
+    fitted = et.Arnoldi(steps=60, keep=10).fit(task, data)
+    before = fitted.self_influence(data)
+    fitted.distill(keep=3, tail=None, positive_only=True)
+    assert torch.equal(fitted.self_influence(data), before)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        fitted.cut = None
+
+
+def test_positive_only_leaves_negative_curvature_out(cases):
+    case = cases["mlp"]
+    task = et.classification(case.task.model)  # without the penalty the Hessian is indefinite
+    whole = et.Arnoldi(steps=100, keep=20, curvature="hessian", tail=None, sample=None).fit(task, case.batches)
+    assert (whole.spectrum.eigenvalues < 0).any()
+    positive = whole.distill(positive_only=True)
+    assert (positive.spectrum.eigenvalues > 0).all()
+    assert positive.features(case.batches).shape[1] == int((whole.spectrum.eigenvalues > 0).sum())
+    assert (positive.self_influence(case.batches) >= 0).all()
+    # under a tail, negative directions count as flat either way
+    a, b = (whole.distill(tail=0.1, positive_only=p).influence(case.batches, case.queries) for p in (False, True))
+    assert torch.allclose(a, b)
+
+
+def test_the_tail_brings_scores_closer_to_the_exact_ones(cases):
+    case = cases["mlp"]
+    exact = et.ExactHessian(curvature="gauss-newton").fit(case.task, case.batches).influence(case.batches, case.queries)
+    tailed = et.Arnoldi(steps=100, keep=10, sample=None).fit(case.task, case.batches)
+    scores = {t: tailed.distill(tail=t).influence(case.batches, case.queries).flatten() for t in ("auto", None)}
+    correlation = {t: float(torch.corrcoef(torch.stack([s, exact.flatten()]))[0, 1]) for t, s in scores.items()}
+    assert correlation["auto"] > correlation[None]
+
+
+def test_a_fixed_sample_is_drawn_once_and_by_seed(problem):
+    task, data = problem
+    a, b, c = (et.Arnoldi(steps=40, keep=5, sample=100, seed=s).fit(task, data) for s in (1, 1, 2))
+    assert torch.equal(a.spectrum.eigenvalues, b.spectrum.eigenvalues)
+    assert not torch.allclose(a.spectrum.eigenvalues, c.spectrum.eigenvalues, rtol=1e-3)
+    whole = et.Arnoldi(steps=40, keep=5, sample=None).fit(task, data)
+    capped = et.Arnoldi(steps=40, keep=5, sample=10_000).fit(task, data)
+    assert torch.equal(whole.spectrum.eigenvalues, capped.spectrum.eigenvalues)
+    assert (a.num_train, whole.num_train) == (300, 300)
+
+
+def test_spread_draws_new_examples_at_every_step(problem):
+    task, data = problem
+    spread = et.Arnoldi(steps=60, keep=5, sample=100, spread=True).fit(task, data)
+    whole = et.Arnoldi(steps=60, keep=5, sample=None).fit(task, data)
+    assert spread.spectrum.residuals is None
+    assert spread.spectrum.converged is None
+    assert torch.allclose(spread.spectrum.eigenvalues[:2], whole.spectrum.eigenvalues[:2], rtol=0.3)
+    again = et.Arnoldi(steps=60, keep=5, sample=100, spread=True).fit(task, data)
+    assert torch.equal(spread.self_influence(data), again.self_influence(data))
+
+
+def test_eigenvalues_match_the_dense_curvature(cases):
+    case = cases["transformer"]
+    values = torch.linalg.eigvalsh(dense_hessian(case, "hessian"))
+    exact = values[values.abs().argsort(descending=True)][:10]
+    found = et.Arnoldi(steps=80, keep=10, curvature="hessian", sample=None).fit(case.task, case.batches)
+    assert torch.allclose(found.spectrum.eigenvalues, exact, rtol=1e-8)
+    assert (found.spectrum.residuals < 1e-6).all()
+
+
+def test_too_few_steps_are_told(problem):
+    task, data = problem
+    with pytest.warns(ConvergenceWarning, match=re.escape("Raise `steps` or lower `keep`")):
+        et.Arnoldi(steps=12, keep=12).fit(task, data)
+
+
+def test_layers_are_restricted_by_one_argument(cases):
+    case = cases["mlp"]
+    last = et.classification(case.task.model, params="4.*", l2=0.1)
+    train = dense_gradients(last, case.batches)
+    assert train.shape[1] == last.coverage.selected == 18
+    found = et.TracIn().fit(last, case.batches).influence(case.batches, case.batches)
+    assert torch.allclose(found, train @ train.T)
+    assert str(last.coverage) == "34% of 53 parameters (18 in 2 tensors)"
+
+
+def test_a_loss_only_task_uses_the_hessian(cases):
+    case = cases["mlp"]
+    task = et.Task(case.task.model, loss=case.task._loss, l2=0.1)
+    assert et.Arnoldi(steps=30, keep=5).fit(task, case.batches).method["curvature"] == "auto"
+    with pytest.raises(InputError, match="needs a task that knows its outputs"):
+        et.Arnoldi(curvature="gauss-newton").fit(task, case.batches)
+
+
+def test_gradient_methods_have_no_spectrum(problem):
+    task, data = problem
+    fitted = et.RandProj(4).fit(task, data)
+    with pytest.raises(UnsupportedError, match="RandProj has no spectrum"):
+        _ = fitted.spectrum
+    with pytest.raises(UnsupportedError, match="RandProj has no eigenpairs"):
+        fitted.distill(keep=2)

@@ -1,0 +1,100 @@
+"""From a Krylov basis to rows and weights."""
+
+import pytest
+import torch
+
+from eigentrace.distill import Cut, Spectrum, distill, warn_unless_converged, weigh
+from eigentrace.errors import ConvergenceWarning, InputError, NumericalError
+from eigentrace.krylov import Basis, Ending, lanczos
+
+
+def matrix(values, dtype=torch.float64):
+    Q = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64))[0]
+    return (Q * torch.tensor(values, dtype=torch.float64) @ Q.T).to(dtype)
+
+
+def distilled(values, keep):
+    A = matrix(values)
+    return A, distill(lanczos(A.matmul, torch.randn(len(A), dtype=A.dtype), len(A)), keep)
+
+
+def test_the_largest_magnitudes_are_kept_whatever_their_sign():
+    # Keeping the smallest instead passes every test at full rank (a peer had that).
+    A, found = distilled([0.1, -5.0, 3.0, 0.2, -0.3, 4.0, 0.05, 1.0], keep=3)
+    assert torch.allclose(found.spectrum.eigenvalues, torch.tensor([-5.0, 4.0, 3.0]).double())
+    assert torch.allclose(A @ found.directions.T, found.directions.T * found.spectrum.eigenvalues, atol=1e-12)
+
+
+def test_rows_are_orthonormal_and_signs_deterministic():
+    _, found = distilled([8.0, 5.0, 3.0, 2.0, 1.0, 0.5, 0.2], keep=5)
+    G = found.directions
+    assert torch.allclose(G @ G.T, torch.eye(5).double(), atol=1e-12)
+    assert (G.gather(1, G.abs().argmax(dim=1, keepdim=True)) > 0).all()
+
+
+def test_rows_from_a_bf16_basis_are_orthonormal_again():
+    values = [0.9**i for i in range(60)]
+    A = matrix(values, torch.float32)
+    krylov = lanczos(A.matmul, torch.randn(60), 40, basis=Basis(dtype="bf16"))
+    found = distill(krylov, 10)
+    raw = krylov.vectors.store[:10].float()
+    assert (raw @ raw.T - torch.eye(10)).abs().max() > 1e-3
+    assert (found.directions @ found.directions.T - torch.eye(10)).abs().max() < 1e-4
+
+
+def test_zero_eigenvalues_are_not_kept():
+    _, found = distilled([3.0, 2.0, 1.0] + [0.0] * 20, keep=10)
+    assert len(found.spectrum.eigenvalues) == 3
+    assert found.spectrum.ending is Ending.INVARIANT
+
+
+def test_a_matrix_of_zeros_is_refused():
+    with pytest.raises(NumericalError, match="curvature is zero to working precision"):
+        distill(lanczos(lambda v: 0 * v, torch.randn(5), 3), 2)
+
+
+VALUES = torch.tensor([8.0, -4.0, 2.0, 0.5], dtype=torch.float64)
+
+
+def test_truncated_weights_are_inverse_eigenvalues():
+    weights = weigh(VALUES, Cut(3, None, False))
+    assert torch.equal(weights.row, 1 / VALUES[:3])
+    assert (weights.identity, weights.delta) == (0.0, None)
+
+
+def test_positive_only_drops_after_taking_the_top():
+    weights = weigh(VALUES, Cut(3, None, True))
+    assert weights.index.tolist() == [0, 2]
+    assert torch.equal(weights.row, 1 / VALUES[[0, 2]])
+    with pytest.raises(NumericalError, match="positive_only=True leaves nothing"):
+        weigh(torch.tensor([-3.0, -1.0]), Cut(2, None, True))
+
+
+def test_the_tail_is_the_smallest_kept_eigenvalue_with_a_floor():
+    weights = weigh(VALUES, Cut(4, "auto", False))
+    assert weights.delta == 0.5
+    assert weights.identity == 2.0
+    # on a kept direction the two terms add up to 1/(λ+δ), negative λ counted as 0
+    assert torch.allclose(weights.row + weights.identity, 1 / (VALUES.clamp_min(0) + 0.5))
+    assert weigh(VALUES, Cut(2, "auto", False)).delta == 4.0
+    assert weigh(torch.tensor([10.0, 1e-9]), Cut(2, "auto", False)).delta == pytest.approx(1e-3)
+    assert weigh(VALUES, Cut(4, 0.25, False)).delta == 0.25
+
+
+@pytest.mark.parametrize("tail", [0.0, -1.0, float("inf"), float("nan")])
+def test_delta_must_be_positive(tail):
+    with pytest.raises(InputError, match="tail is δ, a positive number"):
+        Cut(3, tail, False)
+
+
+def test_convergence_is_told_by_the_last_pair():
+    def spectrum(residual):
+        residuals = torch.tensor([1e-9, residual]) if residual is not None else None
+        return Spectrum(torch.tensor([5.0, 1.0]), residuals, Ending.ALL_STEPS, 20)
+
+    assert spectrum(0.09).converged is True
+    assert spectrum(None).converged is None
+    warn_unless_converged(spectrum(None))
+    warn_unless_converged(spectrum(0.09))
+    with pytest.warns(ConvergenceWarning, match=r"has not settled after 20 products.*Raise `steps` or lower `keep`"):
+        warn_unless_converged(spectrum(0.2))
