@@ -18,24 +18,37 @@ NUM_TRAIN, NUM_QUERIES, NUM_REMOVED = 6000, 50, 50
 SMALL, NUM_SMALL = 0.01, 5
 
 
-def objective(model: nn.Module, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
-    penalty = sum(p.square().sum() for p in model.parameters())
-    return (weights * F.cross_entropy(model(x), y, reduction="none")).sum() / NUM_TRAIN + L2 / 2 * penalty
+class Regression:
+    """Softmax regression in closed form: nothing of the library, so that what retraining gives is independent of it."""
 
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], dim=1)  # the bias as one more pixel
+        self.target = F.one_hot(y, 10).to(x.dtype)
 
-def train(model: nn.Module, x: Tensor, y: Tensor, weights: Tensor) -> None:
-    """Run to convergence: float64 and a gradient at rounding level, so that the difference of two runs is exact."""
-    optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=500, tolerance_grad=1e-9, tolerance_change=0, line_search_fn="strong_wolfe"
-    )
+    def gradient(self, theta: Tensor, weights: Tensor) -> Tensor:  # (10, 785), (N,) -> (10, 785)
+        error = (self.x @ theta.T).softmax(dim=1) - self.target
+        return (weights[:, None] * error).T @ self.x / NUM_TRAIN + L2 * theta
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = objective(model, x, y, weights)
-        loss.backward()
-        return loss
+    def hessian(self, theta: Tensor) -> Tensor:  # (7850, 7850)
+        p = (self.x @ theta.T).softmax(dim=1)
+        width = self.x.shape[1]
+        H = L2 * torch.eye(10 * width, dtype=p.dtype).view(10, width, 10, width)
+        for c in range(10):
+            for d in range(c + 1):
+                block = (self.x * (p[:, c] * ((c == d) - p[:, d]))[:, None]).T @ self.x / NUM_TRAIN
+                H[c, :, d] += block
+                if c != d:
+                    H[d, :, c] += block.T
+        return H.view(10 * width, -1)
 
-    optimizer.step(closure)
+    def train(self, theta: Tensor, weights: Tensor, factor: Tensor) -> Tensor:
+        """Go to the minimum: steps with a factored Hessian from nearby, until the gradient is at rounding level."""
+        for _ in range(100):
+            gradient = self.gradient(theta, weights)
+            if gradient.norm() < 1e-12:
+                return theta
+            theta = theta - torch.cholesky_solve(gradient.view(-1, 1), factor).view_as(theta)
+        raise AssertionError("retraining did not converge")
 
 
 class Problem(NamedTuple):
@@ -53,29 +66,27 @@ def problem() -> Problem:
     digits = load_digits()
     x, y = digits.train_images[:NUM_TRAIN].flatten(1).double(), digits.train_labels[:NUM_TRAIN]
     qx, qy = digits.test_images[:NUM_QUERIES].flatten(1).double(), digits.test_labels[:NUM_QUERIES]
-    model = nn.Linear(784, 10).double()
-    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
-    everyone = torch.ones(NUM_TRAIN, dtype=torch.float64)
-    train(model, x, y, everyone)
-    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    regression, everyone = Regression(x, y), torch.ones(NUM_TRAIN, dtype=torch.float64)
+    theta = torch.zeros(10, 785, dtype=torch.float64)
+    for _ in range(4):  # Newton steps from afar, then steps with the last factor from nearby
+        factor = torch.linalg.cholesky(regression.hessian(theta))
+        theta = theta - torch.cholesky_solve(regression.gradient(theta, everyone).view(-1, 1), factor).view_as(theta)
+    trained = regression.train(theta, everyone, factor)
+    asked = Regression(qx, qy)
 
-    def query_losses() -> Tensor:
-        with torch.no_grad():
-            return F.cross_entropy(model(qx), qy, reduction="none")
-
-    before = query_losses()
+    def query_losses(theta: Tensor) -> Tensor:
+        return F.cross_entropy(asked.x @ theta.T, qy, reduction="none")
 
     def retrained(row: int, share: float) -> Tensor:
-        model.load_state_dict(trained)
         weights = everyone.clone()
         weights[row] -= share  # the rest keep their weight 1/N
-        train(model, x, y, weights)
-        return query_losses() - before
+        return query_losses(regression.train(trained, weights, factor)) - query_losses(trained)
 
     removed = np.random.default_rng(0).choice(NUM_TRAIN, NUM_REMOVED, replace=False)
     changes = torch.stack([retrained(row, 1.0) for row in removed], dim=1)
     small = torch.stack([retrained(row, SMALL) for row in removed[:NUM_SMALL]], dim=1) / SMALL
-    model.load_state_dict(trained)
+    model = nn.Linear(784, 10).double()
+    model.load_state_dict({"weight": trained[:, :-1], "bias": trained[:, -1]})
     task = et.classification(model, l2=L2)
     return Problem(task, TensorDataset(x, y), (qx, qy), removed, changes, small)
 
