@@ -16,6 +16,7 @@ SOURCE = Path(eigentrace.__file__).parent
 # A room may import from its own tier and from those before it. The package itself re-exports what users write.
 TIERS = (
     ("errors", "progress"),
+    ("settings", "seal"),
     ("vector", "batch"),
     ("data", "guard", "selection"),
     ("task", "ready"),

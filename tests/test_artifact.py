@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import eigentrace as et
@@ -237,3 +238,38 @@ def test_numbers_that_json_cannot_hold_are_refused(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         artifact.write(tmp_path / "fit", {"delta": float("nan")}, {})
     assert list(tmp_path.iterdir()) == []
+
+
+def _edit(folder, change):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("key", ["double", "method", "ending", "fingerprint"])
+def test_a_manifest_with_a_part_missing_is_refused(key, task, tmp_path):
+    et.Arnoldi(steps=10, keep=2).fit(task, examples()).save(tmp_path / "fit")
+    _edit(tmp_path / "fit", lambda manifest: manifest.pop(key))
+    with pytest.raises(MismatchError, match=f"incomplete or was edited .*{key}.*Save the fit again"):
+        et.load(tmp_path / "fit", task)
+
+
+def test_a_cut_with_a_part_missing_is_refused(task, tmp_path):
+    et.Arnoldi(steps=10, keep=2).fit(task, examples()).save(tmp_path / "fit")
+    _edit(tmp_path / "fit", lambda manifest: manifest["cut"].pop("tail"))
+    with pytest.raises(MismatchError, match="incomplete or was edited"):
+        et.load(tmp_path / "fit", task)
+
+
+def test_rows_of_another_shape_are_refused(task, tmp_path):
+    et.Arnoldi(steps=10, keep=2).fit(task, examples()).save(tmp_path / "fit")
+    file = tmp_path / "fit" / "eigenpairs.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"directions": tensors["directions"][:, :-1].contiguous()}, file)
+    with pytest.raises(MismatchError, match=r"saved directions are .* expected"):
+        et.load(tmp_path / "fit", task)
+
+
+def test_load_takes_a_task(task, tmp_path):
+    with pytest.raises(InputError, match="load takes the Task the fit was made with, got Sequential"):
+        et.load(tmp_path / "fit", task.model)

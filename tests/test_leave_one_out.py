@@ -35,7 +35,7 @@ class Regression:
         H = L2 * torch.eye(10 * width, dtype=p.dtype).view(10, width, 10, width)
         for c in range(10):
             for d in range(c + 1):
-                block = (self.x * (p[:, c] * ((c == d) - p[:, d]))[:, None]).T @ self.x / NUM_TRAIN
+                block = (self.x * (p[:, c] * (float(c == d) - p[:, d]))[:, None]).T @ self.x / NUM_TRAIN
                 H[c, :, d] += block
                 if c != d:
                     H[d, :, c] += block.T

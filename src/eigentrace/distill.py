@@ -1,7 +1,9 @@
 """From a Krylov basis to rows, eigenvalues and the weights that turn features into scores."""
 
+import math
 import warnings
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from eigentrace.errors import ConvergenceWarning, InputError, NumericalError
 from eigentrace.krylov import Ending, Krylov, ritz
+from eigentrace.settings import check_counts
 
 Tail = float | Literal["auto"] | None
 
@@ -89,11 +92,12 @@ class Cut:
     positive_only: bool
 
     def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise InputError(f"keep must be at least 1, got {self.keep}.")
-        if isinstance(self.tail, str) and self.tail != "auto":
+        check_counts(1, keep=self.keep)
+        if self.tail is None or self.tail == "auto":
+            return
+        if isinstance(self.tail, bool) or not isinstance(self.tail, Real):
             raise InputError(f"tail must be 'auto', None or a positive number, got {self.tail!r}.")
-        if isinstance(self.tail, float | int) and not 0 < self.tail < float("inf"):
+        if not 0 < self.tail < math.inf:
             raise InputError(f"tail is δ, a positive number in units of the eigenvalues, got {self.tail}.")
 
 
@@ -114,7 +118,7 @@ def weigh(eigenvalues: Tensor, cut: Cut) -> Weights:
     paper's; `positive_only` drops negative λ after the top `keep` are taken, as it does at saddle points.
     """
     kept = eigenvalues[: cut.keep]
-    index = torch.arange(len(kept))
+    index = torch.arange(len(kept), device="cpu")
     if cut.positive_only:
         index = index[kept > 0]
         if not len(index):

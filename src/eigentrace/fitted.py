@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from eigentrace.data import Data, as_data
+from eigentrace.distill import Spectrum
 from eigentrace.errors import InputError, NumericalError, UnsupportedError
 from eigentrace.task import Task
 
@@ -70,6 +71,15 @@ class Fitted(ABC):
 
     @property
     @abstractmethod
+    def spectrum(self) -> Spectrum:
+        """Eigenvalues, residual bounds and how the iteration ended."""
+
+    @abstractmethod
+    def distill(self, keep: int | None = None, tail: Any = "same", positive_only: bool | None = None) -> "Fitted":
+        """Return another cut of the same fit; nothing is computed again."""
+
+    @property
+    @abstractmethod
     def positive_metric(self) -> bool:
         """Tell whether every self-influence is positive by construction."""
 
@@ -93,8 +103,9 @@ class Fitted(ABC):
             raise InputError(f"Scores normalised by {normalize!r} are ratios without a unit: use unit=None.")
         if normalize == "metric" and not self.positive_metric:
             raise NumericalError(
-                "normalize='metric' needs a positive metric, and this fit has negative eigenvalues. Use "
-                "fitted.distill(positive_only=True), a tail, curvature='gauss-newton', or normalize='gradient'."
+                "normalize='metric' needs a positive metric, and this fit has negative eigenvalues or promises nothing "
+                "about them. For Arnoldi use fitted.distill(positive_only=True), a tail or curvature='gauss-newton'; "
+                "for any method normalize='gradient'."
             )
 
     def _divisor(self, unit: Unit) -> int:
@@ -111,12 +122,3 @@ def _cosine(scores: Tensor, of_queries: Tensor, of_train: Tensor) -> Tensor:
         torch.finfo(scores.dtype).tiny
     )
     return torch.where(scores == 0, 0.0, scores / scale)
-
-
-def check_num_train(num_train: int | None, data: Data) -> int:
-    """Return N, the size of the training set: told, or that of the data the fit is given."""
-    if num_train is None:
-        return len(data)
-    if num_train < 1:
-        raise InputError(f"num_train is the size of the training set and must be at least 1, got {num_train}.")
-    return num_train

@@ -104,7 +104,7 @@ class Vectors:
         """Replace the first k vectors by combinations of the first `count`; return the norms of what rounding lost."""
         k, count = coefficients.shape
         coefficients = coefficients.to(self.device, self.working)
-        lost = torch.zeros(k, dtype=torch.float64)
+        lost = torch.zeros(k, dtype=torch.float64, device="cpu")
         for start, stop in self._chunks(count):
             mixed = coefficients @ self._part(count, start, stop)
             self.store[:k, start:stop] = mixed.to(self.store.device, self.store.dtype)
@@ -184,8 +184,8 @@ class _State:
     def __init__(self, start: Tensor, steps: int, basis: Basis) -> None:
         self.capacity = min(basis.max_vectors or steps, steps)
         self.vectors = Vectors(self.capacity + 1, start, basis)
-        self.projected = torch.zeros(self.capacity + 1, self.capacity + 1, dtype=torch.float64)
-        self.rounding = torch.zeros(self.capacity + 1, dtype=torch.float64)
+        self.projected = torch.zeros(self.capacity + 1, self.capacity + 1, dtype=torch.float64, device="cpu")
+        self.rounding = torch.zeros(self.capacity + 1, dtype=torch.float64, device="cpu")
         self.size, self.beta, self.scale = 0, 0.0, 0.0
         self.fresh = True  # whether the waiting vector is a random one rather than a residual
         # Rounding in one product is a few units in the last place of its largest part.
@@ -223,7 +223,7 @@ class _State:
 
     def _orthogonalise(self, w: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Remove the basis from w: twice, and again while a pass still takes away half of what is left."""
-        total, before = torch.zeros(count, dtype=torch.float64), float(w.norm())
+        total, before = torch.zeros(count, dtype=torch.float64, device="cpu"), float(w.norm())
         for done in range(1, 5):
             dots = self.vectors.dots(count, w)
             w = w - self.vectors.combine(dots)
@@ -240,7 +240,7 @@ class _State:
         if self.fresh:
             # An invariant subspace: one start vector sees one copy of a repeated eigenvalue, so go on from elsewhere.
             self.beta = 0.0
-            w = torch.randn(w.shape, generator=self.generator, dtype=w.dtype).to(w.device)
+            w = torch.randn(w.shape, generator=self.generator, dtype=w.dtype, device="cpu").to(w.device)
             _, w = self._orthogonalise(w / w.norm(), j)
         lost = self.vectors.put(j, w / w.norm())
         self.rounding[j - 1] = self.beta * lost

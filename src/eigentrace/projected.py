@@ -98,9 +98,10 @@ class ProjectedFit(Fitted):
             positive_only=self.cut.positive_only if positive_only is None else positive_only,
         )
         weights = weigh(self.distilled.spectrum.eigenvalues, cut)
-        directions = self.distilled.directions
-        whole = len(weights.index) == len(directions)
-        rows = directions if whole else directions[weights.index.to(directions.device)]
+        directions, count = self.distilled.directions, len(weights.index)
+        # The leading rows are a view; only directions dropped from between cost a copy.
+        leading = count == 0 or int(weights.index[-1]) == count - 1
+        rows = directions[:count] if leading else directions[weights.index.to(directions.device)]
         block = Block(DenseRows(rows, self.task.layout), weights.row, weights.identity)
         return replace(self, blocks=(block,), cut=cut)
 
@@ -147,7 +148,7 @@ class ProjectedFit(Fitted):
         artifact.write(Path(path), manifest, files)
 
     def _self(self, data: Data, *, queries: bool, unit_gradients: bool) -> Tensor:
-        total = torch.zeros(len(data), dtype=self.task.layout.dtype)
+        total = torch.zeros(len(data), dtype=self.task.layout.dtype, device="cpu")
         for block in self.blocks:
             with self._at(block) as task:
                 function = task.measurements if queries else task.losses
@@ -163,7 +164,7 @@ class ProjectedFit(Fitted):
         return total
 
     def _cross(self, train: Data, queries: Data, *, unit_gradients: bool) -> Tensor:
-        total = torch.zeros(len(queries), len(train), dtype=self.task.layout.dtype)
+        total = torch.zeros(len(queries), len(train), dtype=self.task.layout.dtype, device="cpu")
         for block in self.blocks:
             with self._at(block) as task:
                 start = 0
@@ -200,7 +201,7 @@ class ProjectedFit(Fitted):
             yield _Question(left, StackedRows((block.rows, DenseRows(rows, task.layout))))
 
     def _block_features(self, block: Block, data: Data, *, queries: bool) -> Tensor:
-        result = torch.empty(len(data), block.rows.count, dtype=self.task.layout.dtype)
+        result = torch.empty(len(data), block.rows.count, dtype=self.task.layout.dtype, device="cpu")
         with self._at(block) as task:
             function = task.measurements if queries else task.losses
             for batch, found in project(Job(task, function, block.rows), data):
@@ -237,15 +238,24 @@ def _eigenpairs_tensors(distilled: Distilled) -> dict[str, Tensor]:
 
 def load(path: str | Path, task: Task) -> ProjectedFit:
     """Read a saved fit back for the task it was made with."""
+    if not isinstance(task, Task):
+        raise InputError(f"load takes the Task the fit was made with, got {type(task).__name__}.")
     path = Path(path)
     manifest = artifact.read_manifest(path, "fit")
-    if manifest["double"]:
-        task = task.double()
-    if manifest["fingerprint"] != artifact.fingerprint(task):
-        raise MismatchError(
-            f"The fit at {path} was made for {manifest['coverage']} of another model, other weights, or another "
-            f"selection than this task's {task.coverage}. Load the same checkpoint and give the same `params`."
-        )
+    try:
+        if manifest["double"]:
+            task = task.double()
+        if manifest["fingerprint"] != artifact.fingerprint(task):
+            raise MismatchError(
+                f"The fit at {path} was made for {manifest['coverage']} of another model, other weights, or another "
+                f"selection than this task's {task.coverage}. Load the same checkpoint and give the same `params`."
+            )
+        return _assemble(path, manifest, task.sealed())
+    except (KeyError, TypeError) as error:
+        raise MismatchError(f"{path} is incomplete or was edited ({error!r}). Save the fit again.") from None
+
+
+def _assemble(path: Path, manifest: dict[str, Any], task: Task) -> ProjectedFit:
     shared = {key: manifest[key] for key in ("method", "num_train", "has_curvature")}
     if "cut" in manifest:
         distilled = _read_eigenpairs(path, manifest, task.layout)
@@ -258,7 +268,7 @@ def _read_eigenpairs(path: Path, manifest: dict[str, Any], layout: Layout) -> Di
     tensors = artifact.read_tensors(path / "eigenpairs.safetensors")
     ending, products = Ending[manifest["ending"]], manifest["num_products"]
     spectrum = Spectrum(tensors["eigenvalues"], tensors.get("residuals"), ending, products)
-    return Distilled(tensors["directions"].to(layout.device), spectrum)
+    return Distilled(_rows_of(tensors, "directions", len(spectrum.eigenvalues), layout), spectrum)
 
 
 def _read_block(path: Path, number: int, record: dict[str, Any], layout: Layout) -> Block:
@@ -266,7 +276,17 @@ def _read_block(path: Path, number: int, record: dict[str, Any], layout: Layout)
     rows: Rows = (
         UnitRows(tensors["index"], layout)
         if "index" in tensors
-        else DenseRows(tensors["rows"].to(layout.device), layout)
+        else DenseRows(_rows_of(tensors, "rows", len(tensors["weights"]), layout), layout)
     )
     state = {key.removeprefix("state."): t for key, t in tensors.items() if key.startswith("state.")}
     return Block(rows, tensors["weights"], record["identity"], Checkpoint(state) if record["state"] else None)
+
+
+def _rows_of(tensors: dict[str, Tensor], name: str, count: int, layout: Layout) -> Tensor:  # (K, P)
+    found = tensors[name]
+    if found.shape != (count, layout.numel) or found.dtype != layout.dtype:
+        raise MismatchError(
+            f"The saved {name} are {tuple(found.shape)} of {found.dtype}, expected {(count, layout.numel)} of "
+            f"{layout.dtype}: the file was edited or belongs to another fit. Save it again."
+        )
+    return found.to(layout.device)

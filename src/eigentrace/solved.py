@@ -9,17 +9,48 @@ import torch
 from torch import Tensor
 
 from eigentrace.data import Data
+from eigentrace.distill import Spectrum
 from eigentrace.errors import UnsupportedError
 from eigentrace.fitted import Fitted, over_square
 from eigentrace.progress import track
-from eigentrace.project import Job, gradients, in_chunks, project
+from eigentrace.project import Job, check_losses, gradients, in_chunks, project
 from eigentrace.project.engine import memory_budget
 from eigentrace.rows import DenseRows
 from eigentrace.task import Task
 
 
+class RowlessFit(Fitted):
+    """A fit that keeps no rows, and so has nothing to project on, cut or save."""
+
+    method: dict[str, Any]
+
+    @property
+    def positive_metric(self) -> bool:
+        """Nothing is promised about the sign of a self-influence."""
+        return False
+
+    @property
+    def spectrum(self) -> Spectrum:
+        """Refuse: nothing was diagonalised."""
+        raise UnsupportedError(f"{self.method['name']} has no spectrum: it does not diagonalise the curvature.")
+
+    def distill(self, keep: int | None = None, tail: Any = "same", positive_only: bool | None = None) -> Fitted:
+        """Refuse: there are no eigenpairs."""
+        raise UnsupportedError(f"{self.method['name']} has no eigenpairs to cut: distill is for Arnoldi.")
+
+    def features(self, data: Any, *, queries: bool = False) -> Tensor:
+        """Refuse: there are no rows to project on."""
+        raise UnsupportedError(f"{self.method['name']} keeps no rows and has no features: use Arnoldi or RandProj.")
+
+    def save(self, path: str | Path) -> None:
+        """Refuse: there is nothing cached to write."""
+        raise UnsupportedError(
+            f"{self.method['name']} caches nothing, so there is nothing to save: keep its settings and fit again."
+        )
+
+
 @dataclass(frozen=True)
-class SolvedFit(Fitted):
+class SolvedFit(RowlessFit):
     """Scores ⟨g(z), H⁻¹g(x)⟩ with H⁻¹ applied to one gradient after the other."""
 
     task: Task
@@ -27,21 +58,6 @@ class SolvedFit(Fitted):
     method: dict[str, Any]
     num_train: int
     has_curvature: bool = True
-
-    @property
-    def positive_metric(self) -> bool:
-        """An iterative solve promises nothing about its sign."""
-        return False
-
-    def features(self, data: Any, *, queries: bool = False) -> Tensor:
-        """Refuse: there are no rows to project on."""
-        raise UnsupportedError(f"{self.method['name']} solves per gradient and has no features. Use Arnoldi for them.")
-
-    def save(self, path: str | Path) -> None:
-        """Refuse: there is nothing cached to write."""
-        raise UnsupportedError(
-            f"{self.method['name']} caches nothing, so there is nothing to save: keep its settings and fit again."
-        )
 
     def _self(self, data: Data, *, queries: bool, unit_gradients: bool) -> Tensor:
         scores = []
@@ -54,7 +70,7 @@ class SolvedFit(Fitted):
         return torch.cat(scores)
 
     def _cross(self, train: Data, queries: Data, *, unit_gradients: bool) -> Tensor:
-        total = torch.zeros(len(queries), len(train), dtype=self.task.layout.dtype)
+        total = torch.zeros(len(queries), len(train), dtype=self.task.layout.dtype, device="cpu")
         start = 0
         with self.task.session():
             asked = gradients(self.task, self.task.measurements, queries)
@@ -71,7 +87,7 @@ class SolvedFit(Fitted):
 
 
 @dataclass(frozen=True)
-class LossFit(Fitted):
+class LossFit(RowlessFit):
     """The loss of each example as its score."""
 
     task: Task
@@ -79,26 +95,15 @@ class LossFit(Fitted):
     num_train: int
     has_curvature: bool = False
 
-    @property
-    def positive_metric(self) -> bool:
-        """There is no metric."""
-        return False
-
-    def features(self, data: Any, *, queries: bool = False) -> Tensor:
-        """Refuse: a loss is one number."""
-        raise UnsupportedError("Loss has no features: it is one number per example. Use Arnoldi or RandProj for them.")
-
-    def save(self, path: str | Path) -> None:
-        """Refuse: there is nothing cached to write."""
-        raise UnsupportedError("Loss caches nothing, so there is nothing to save.")
-
     def _self(self, data: Data, *, queries: bool, unit_gradients: bool) -> Tensor:
         if unit_gradients:
             raise UnsupportedError("Loss uses no gradients, so normalize='gradient' has no meaning: use None.")
-        scores = torch.empty(len(data), dtype=self.task.layout.dtype)
+        scores = torch.empty(len(data), dtype=self.task.layout.dtype, device="cpu")
         with self.task.session():
             for batch in track(data.batches(), "Loss", len(data), len):
-                scores[batch.rows] = self.task.losses(self.task.params, self.task.place(batch.values)).to(scores)
+                losses = self.task.losses(self.task.params, self.task.place(batch.values))
+                check_losses(batch, losses)
+                scores[batch.rows] = losses.to(scores)
         return scores
 
     def _cross(self, train: Data, queries: Data, *, unit_gradients: bool) -> Tensor:

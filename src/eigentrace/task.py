@@ -13,6 +13,7 @@ from torch.func import functional_call
 from eigentrace.batch import to_device, to_double
 from eigentrace.errors import EigentraceWarning, MismatchError, TaskError
 from eigentrace.guard import prepared
+from eigentrace.seal import Seal
 from eigentrace.selection import Coverage, Params, aliases_of, coverage_of, match_values, select_params
 from eigentrace.vector import Layout
 
@@ -71,6 +72,7 @@ class Task:
         self.l2 = match_values(self.layout.names, l2, "l2")
         self._fixed: dict[str, Tensor] = {}
         self._double = False
+        self._seal: Seal | None = None
 
     @property
     def has_outputs(self) -> bool:
@@ -94,7 +96,15 @@ class Task:
 
     def session(self) -> AbstractContextManager[None]:
         """Hold the model in eval mode under kernels with all derivatives; put everything back on leaving."""
+        if self._seal is not None:
+            self._seal.check(self.model)
         return prepared(self.model)
+
+    def sealed(self) -> "Task":
+        """Return this task bound to the numbers the model holds now: later sessions refuse others."""
+        other = copy.copy(self)
+        other._seal = Seal.of(self.model)
+        return other
 
     def losses(self, values: Values, batch: Any) -> Tensor:  # (B,)
         """Evaluate the per-example loss at other values of the selected parameters."""
@@ -163,6 +173,7 @@ class Task:
         other._fixed = {name: v.double() if v.is_floating_point() else v for name, v in fixed.items()}
         other.layout = Layout.of(other.params)
         other._double = True
+        other._seal = None  # it holds its own copy of every number
         return other
 
     def _tensors(self) -> dict[str, Tensor]:

@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 
+def normal(shape: tuple[int, ...], generator: torch.Generator, like: "Layout") -> Tensor:
+    """Draw Gaussian numbers on the CPU, so that a seed means the same numbers on every device."""
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where each selected parameter lies in the flat vector of P numbers."""

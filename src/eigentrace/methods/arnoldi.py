@@ -11,14 +11,15 @@ from eigentrace.curvature import Curvature, Kind, Precision, resolve_kind
 from eigentrace.data import Data
 from eigentrace.distill import Cut, Tail, distill, warn_unless_converged
 from eigentrace.errors import InputError
-from eigentrace.fitted import check_num_train
 from eigentrace.krylov import Basis, arnoldi, lanczos
 from eigentrace.methods.lissa import Lissa
-from eigentrace.methods.method import at_least, ready, settings_of
+from eigentrace.methods.method import ready
 from eigentrace.probe import check_curvature
 from eigentrace.projected import Block, ProjectedFit
 from eigentrace.rows import DenseRows
+from eigentrace.settings import check_counts, settings_of
 from eigentrace.task import Task
+from eigentrace.vector import normal
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,12 @@ class Arnoldi:
     """Type, place and number of the Krylov vectors held."""
 
     def __post_init__(self) -> None:
-        at_least(1, steps=self.steps, keep=self.keep)
+        check_counts(1, steps=self.steps, keep=self.keep)
+        check_counts(0, seed=self.seed)
         if self.sample is not None:
-            at_least(1, sample=self.sample)
+            check_counts(1, sample=self.sample)
+        if not isinstance(self.basis, Basis):
+            raise InputError(f"basis must be an eigentrace.Basis, got {self.basis!r}.")
         if self.keep > self.steps:
             raise InputError(
                 f"keep={self.keep} eigenpairs cannot come from steps={self.steps} products. Raise steps (four times "
@@ -64,9 +68,8 @@ class Arnoldi:
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
         """Diagonalise the curvature of the training loss; see `Method.fit` for the arguments."""
-        data = ready(task, data)
-        size = check_num_train(num_train, data)
-        generator = torch.Generator().manual_seed(self.seed)
+        task, data, size = ready(task, data, num_train)
+        generator = torch.Generator().manual_seed(int(self.seed))
         with task.session():
             curvature = self._curvature(task, data, generator)
             start = _normal(task, generator)
@@ -99,14 +102,18 @@ class InverseArnoldi:
     """Fixes the start vector."""
 
     def __post_init__(self) -> None:
-        at_least(1, steps=self.steps, keep=self.keep)
+        check_counts(1, steps=self.steps, keep=self.keep)
+        check_counts(0, seed=self.seed)
+        if not isinstance(self.solver, Lissa):
+            raise InputError(f"solver must be an eigentrace.Lissa, got {self.solver!r}.")
         if self.keep > self.steps:
             raise InputError(f"keep={self.keep} eigenpairs cannot come from steps={self.steps} products: raise steps.")
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
         """Diagonalise the inverse curvature; see `Method.fit` for the arguments."""
         solved = self.solver.fit(task, data, num_train=num_train)
-        start = _normal(task, torch.Generator().manual_seed(self.seed))
+        task = solved.task
+        start = _normal(task, torch.Generator().manual_seed(int(self.seed)))
         with task.session():
             krylov = arnoldi(lambda v: solved.solve(v[None])[0], start, self.steps)
             distilled = distill(krylov, self.keep)
@@ -117,8 +124,7 @@ class InverseArnoldi:
 
 
 def _normal(task: Task, generator: torch.Generator) -> Tensor:  # (P,)
-    # Drawn on the CPU, so that a seed means the same vector on every device.
-    return torch.randn(task.layout.numel, generator=generator, dtype=task.layout.dtype).to(task.layout.device)
+    return normal((task.layout.numel,), generator, task.layout)
 
 
 def _spread(curvature: Curvature, sample: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:

@@ -9,12 +9,12 @@ from torch import Tensor
 from eigentrace.curvature import Curvature, Kind, resolve_kind
 from eigentrace.distill import Cut, Distilled, Spectrum
 from eigentrace.errors import InputError, NumericalError
-from eigentrace.fitted import check_num_train
 from eigentrace.krylov import Ending
-from eigentrace.methods.method import at_least, ready, settings_of
+from eigentrace.methods.method import ready
 from eigentrace.probe import check_curvature
 from eigentrace.progress import track
 from eigentrace.projected import ProjectedFit
+from eigentrace.settings import check_counts, check_not_negative, settings_of
 from eigentrace.task import Task
 
 # Products that are computed between two looks at the progress bar.
@@ -33,8 +33,8 @@ class ExactHessian:
     """Refuse above this many parameters: the matrix takes 8·P² bytes and the eigensolver P³ operations."""
 
     def __post_init__(self) -> None:
-        at_least(0, damping=self.damping)
-        at_least(1, max_params=self.max_params)
+        check_not_negative(damping=self.damping)
+        check_counts(1, max_params=self.max_params)
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
         """Write the Hessian of all of the data down and diagonalise it; see `Method.fit` for the arguments."""
@@ -44,7 +44,7 @@ class ExactHessian:
                 f"The exact Hessian of {size:,} parameters would take {8 * size**2 / 2**30:.3g} GiB; this method stops "
                 f"at {self.max_params:,}. Select fewer with Task(params=...), raise max_params, or use Arnoldi."
             )
-        data = ready(task, data)
+        task, data, num_train = ready(task, data, num_train)
         task = task.double()
         with task.session():
             curvature = Curvature(task, data, None, resolve_kind(self.curvature, task))
@@ -57,11 +57,11 @@ class ExactHessian:
                 f"{values.abs().max():.2g}. Give damping, or the l2 the model was trained with."
             )
         order = values.abs().argsort(descending=True)
-        spectrum = Spectrum(values[order].cpu(), torch.zeros(size, dtype=values.dtype), Ending.WHOLE_SPACE, size)
-        distilled = Distilled(vectors[:, order].T.contiguous(), spectrum)
-        return ProjectedFit.of(
-            task, distilled, Cut(size, None, False), settings_of(self), check_num_train(num_train, data)
+        spectrum = Spectrum(
+            values[order].cpu(), torch.zeros(size, dtype=values.dtype, device="cpu"), Ending.WHOLE_SPACE, size
         )
+        distilled = Distilled(vectors[:, order].T.contiguous(), spectrum)
+        return ProjectedFit.of(task, distilled, Cut(size, None, False), settings_of(self), num_train)
 
 
 def _dense(curvature: Curvature) -> Tensor:  # (P, P)

@@ -8,12 +8,13 @@ import torch
 
 from eigentrace.checkpoints import Source, find_checkpoints
 from eigentrace.errors import InputError
-from eigentrace.fitted import check_num_train
-from eigentrace.methods.method import at_least, ready, settings_of
+from eigentrace.methods.method import ready
 from eigentrace.projected import Block, ProjectedFit
 from eigentrace.rows import DenseRows, UnitRows
+from eigentrace.settings import check_counts, check_not_negative, settings_of
 from eigentrace.solved import LossFit
 from eigentrace.task import Task
+from eigentrace.vector import normal
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,17 @@ class RandProj:
     """Fixes the rows."""
 
     def __post_init__(self) -> None:
-        at_least(1, keep=self.keep)
+        check_counts(1, keep=self.keep)
+        check_counts(0, seed=self.seed)
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
         """Draw the rows; see `Method.fit` for the arguments."""
-        data = ready(task, data)
-        generator = torch.Generator().manual_seed(self.seed)
-        matrix = torch.randn(self.keep, task.layout.numel, generator=generator, dtype=task.layout.dtype)
-        weights = torch.full((self.keep,), 1 / self.keep, dtype=torch.float64)
-        block = Block(DenseRows(matrix.to(task.layout.device), task.layout), weights)
-        return ProjectedFit(task, (block,), settings_of(self), check_num_train(num_train, data))
+        task, data, size = ready(task, data, num_train)
+        generator = torch.Generator().manual_seed(int(self.seed))
+        matrix = normal((self.keep, task.layout.numel), generator, task.layout)
+        weights = torch.full((self.keep,), 1 / self.keep, dtype=torch.float64, device="cpu")
+        block = Block(DenseRows(matrix, task.layout), weights)
+        return ProjectedFit(task, (block,), settings_of(self), size)
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,18 @@ class RandSelect:
     """Fixes which."""
 
     def __post_init__(self) -> None:
-        at_least(1, keep=self.keep)
+        check_counts(1, keep=self.keep)
+        check_counts(0, seed=self.seed)
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
         """Pick the parameters; see `Method.fit` for the arguments."""
-        data = ready(task, data)
+        task, data, size = ready(task, data, num_train)
         if self.keep > task.layout.numel:
             raise InputError(f"keep={self.keep} is more than the {task.layout.numel} selected parameters: lower keep.")
-        generator = torch.Generator().manual_seed(self.seed)
-        index = torch.randperm(task.layout.numel, generator=generator)[: self.keep].sort().values
-        block = Block(UnitRows(index, task.layout), torch.ones(self.keep, dtype=torch.float64))
-        return ProjectedFit(task, (block,), settings_of(self), check_num_train(num_train, data))
+        generator = torch.Generator().manual_seed(int(self.seed))
+        index = torch.randperm(task.layout.numel, generator=generator, device="cpu")[: self.keep].sort().values
+        block = Block(UnitRows(index, task.layout), torch.ones(self.keep, dtype=torch.float64, device="cpu"))
+        return ProjectedFit(task, (block,), settings_of(self), size)
 
 
 @dataclass(frozen=True)
@@ -72,21 +75,21 @@ class TracIn:
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
         """Check every checkpoint against the model; see `Method.fit` for the arguments."""
-        data = ready(task, data)
+        task, data, size = ready(task, data, num_train)
         states = (None,) if self.checkpoints is None else find_checkpoints(self.checkpoints)
         for state in states:
             if state is not None:
                 task.canonical(state.load())
-        weights = self.learning_rates or [1 / len(states)] * len(states)
+        weights = [1 / len(states)] * len(states) if self.learning_rates is None else list(self.learning_rates)
         if len(weights) != len(states):
             raise InputError(f"Got {len(weights)} learning_rates for {len(states)} checkpoints: give one for each.")
-        at_least(0, **{f"learning_rates[{i}]": weight for i, weight in enumerate(weights)})
+        check_not_negative(**{f"learning_rates[{i}]": weight for i, weight in enumerate(weights)})
         empty = DenseRows(task.vector.new_zeros(0, task.layout.numel), task.layout)
-        no_weights = torch.zeros(0, dtype=torch.float64)
+        no_weights = torch.zeros(0, dtype=torch.float64, device="cpu")
         blocks = tuple(
             Block(empty, no_weights, float(weight), state) for weight, state in zip(weights, states, strict=True)
         )
-        return ProjectedFit(task, blocks, settings_of(self), check_num_train(num_train, data))
+        return ProjectedFit(task, blocks, settings_of(self), size)
 
 
 @dataclass(frozen=True)
@@ -95,5 +98,5 @@ class Loss:
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> LossFit:
         """Check the task; see `Method.fit` for the arguments."""
-        data = ready(task, data)
-        return LossFit(task, settings_of(self), check_num_train(num_train, data))
+        task, data, size = ready(task, data, num_train)
+        return LossFit(task, settings_of(self), size)

@@ -1,6 +1,8 @@
 """LiSSA: the inverse Hessian of one gradient at a time by a truncated Neumann series over small batches."""
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -9,13 +11,14 @@ from torch import Tensor
 
 from eigentrace.curvature import Curvature, Kind, resolve_kind
 from eigentrace.errors import InputError, NumericalError
-from eigentrace.fitted import check_num_train
 from eigentrace.krylov import lanczos, ritz
-from eigentrace.methods.method import at_least, ready, settings_of
+from eigentrace.methods.method import ready
 from eigentrace.probe import check_curvature
 from eigentrace.progress import track
+from eigentrace.settings import check_counts, check_not_negative, settings_of
 from eigentrace.solved import SolvedFit
 from eigentrace.task import Task
+from eigentrace.vector import normal
 
 # Batches, and Lanczos steps on each, from which "auto" learns how large the curvature of a batch gets.
 _SCALE_BATCHES, _SCALE_STEPS, _SCALE_MARGIN = 4, 8, 1.1
@@ -41,16 +44,18 @@ class Lissa:
     """Fixes the batches, which are the same for every gradient."""
 
     def __post_init__(self) -> None:
-        at_least(1, depth=self.depth, batch_size=self.batch_size, repeats=self.repeats)
-        if not 0 <= self.damping < 1:
-            raise InputError(f"damping must lie in [0, 1), got {self.damping}.")
-        if self.scale != "auto" and not (isinstance(self.scale, int | float) and self.scale > 0):
+        check_counts(1, depth=self.depth, batch_size=self.batch_size, repeats=self.repeats)
+        check_counts(0, seed=self.seed)
+        check_not_negative(damping=self.damping)
+        if self.damping >= 1:
+            raise InputError(f"damping must be below 1, got {self.damping}.")
+        if self.scale != "auto" and not (isinstance(self.scale, Real) and 0 < self.scale < math.inf):
             raise InputError(f"scale must be positive or 'auto', got {self.scale!r}.")
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> SolvedFit:
         """Draw the batches and settle the scale; see `Method.fit` for the arguments."""
-        data = ready(task, data)
-        generator = torch.Generator().manual_seed(self.seed)
+        task, data, size = ready(task, data, num_train)
+        generator = torch.Generator().manual_seed(int(self.seed))
         draws = [data.sample(self.batch_size, generator) for _ in range(self.depth * self.repeats)]
         with task.session():
             kind = resolve_kind(self.curvature, task)
@@ -62,7 +67,7 @@ class Lissa:
             runs = np.array_split(np.arange(len(curvatures)), self.repeats)
             return torch.stack([self._run([curvatures[i] for i in run], v, scale) for run in runs]).mean(dim=0)
 
-        return SolvedFit(task, solve, settings_of(self), check_num_train(num_train, data))
+        return SolvedFit(task, solve, settings_of(self), size)
 
     def _run(self, curvatures: list[Curvature], v: Tensor, scale: float) -> Tensor:
         h = v
@@ -80,7 +85,7 @@ class Lissa:
 def _largest(curvatures: list[Curvature]) -> float:
     """Estimate the largest |eigenvalue| that any of the batches has."""
     layout = curvatures[0].task.layout
-    start = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0), dtype=layout.dtype).to(layout.device)
+    start = normal((layout.numel,), torch.Generator().manual_seed(0), layout)
     values = [float(ritz(lanczos(c.matvec, start, _SCALE_STEPS))[0][0].abs()) for c in curvatures]
     if max(values) == 0:
         raise NumericalError("The curvature of the sampled batches is zero, so it cannot be inverted.")

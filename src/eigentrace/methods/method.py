@@ -1,12 +1,12 @@
-"""What all methods share: the contract, and the record of their settings."""
+"""What all methods share: the contract, and how a fit begins."""
 
-import dataclasses
 from typing import Any, Protocol
 
 from eigentrace.data import Data, as_data
 from eigentrace.errors import InputError
 from eigentrace.fitted import Fitted
 from eigentrace.probe import check_task
+from eigentrace.settings import check_counts
 from eigentrace.task import Task
 
 
@@ -24,37 +24,16 @@ class Method(Protocol):
         ...
 
 
-def settings_of(method: Any) -> dict[str, Any]:
-    """Return a method's name and settings in a form that JSON can hold."""
-    if not dataclasses.is_dataclass(method):
-        return {"name": type(method).__name__}
-    values = {field.name: _plain(getattr(method, field.name)) for field in dataclasses.fields(method)}
-    return {"name": type(method).__name__} | values
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return settings_of(value)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | None) else str(type(value).__name__)
-
-
-def ready(task: Task, data: Any) -> Data:
-    """Accept data and check the task on it, inside a session."""
+def ready(task: Task, data: Any, num_train: int | None) -> tuple[Task, Data, int]:
+    """Check the task on the data; return it sealed, the data, and N, the size of the training set."""
     if not isinstance(task, Task):
         raise InputError(
             f"fit takes a Task first, got {type(task).__name__}. Make one: eigentrace.classification(model), or "
             "eigentrace.Task(model, loss)."
         )
     data = as_data(data)
+    if num_train is not None:
+        check_counts(1, num_train=num_train)
     with task.session():
         check_task(task, data)
-    return data
-
-
-def at_least(minimum: float, **settings: float) -> None:
-    """Refuse settings below a minimum, by name."""
-    for name, value in settings.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= minimum:
-            raise InputError(f"{name} must be a number of at least {minimum}, got {value!r}.")
+    return task.sealed(), data, len(data) if num_train is None else int(num_train)

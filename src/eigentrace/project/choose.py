@@ -79,13 +79,20 @@ def first_working(candidates: tuple, run: Callable[[Any, Any, int], Any], values
     raise UnsupportedError("No engine can differentiate this model per example. " + " | ".join(failures))
 
 
-def _check(batch: Batch, projection: Projection) -> None:
-    if len(projection.losses) != len(batch):
+def check_losses(batch: Batch, losses: Tensor) -> None:
+    """Check that a loss gave one finite number per example."""
+    if len(losses) != len(batch):
         raise TaskError(
-            f"The loss returned {len(projection.losses)} numbers for a batch of {len(batch)} examples; it must return "
-            "one per example."
+            f"The loss returned {len(losses)} numbers for a batch of {len(batch)} examples; it must return one per "
+            "example."
         )
-    good = projection.features.isfinite().all(dim=1) & projection.losses.isfinite()
+    if not losses.isfinite().all():
+        raise _not_finite(batch, losses.isfinite())
+
+
+def _check(batch: Batch, projection: Projection) -> None:
+    check_losses(batch, projection.losses)
+    good = projection.features.isfinite().all(dim=1)
     if projection.square_norms is not None:
         good &= projection.square_norms.isfinite()
     if not good.all():
