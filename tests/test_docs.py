@@ -25,6 +25,24 @@ def test_readme_code_runs(tmp_path, monkeypatch):
     assert et.load("runs/fit", names["task"]).num_train == 60
 
 
+def test_guide_code_runs(capsys):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    x, y = torch.randn(80, 3), torch.randint(0, 3, (80,))
+    states = [{name: value + shift for name, value in model.state_dict().items()} for shift in (0.1, 0.2)]
+    names = {"et": et, "F": nn.functional, "model": model, "dataset": TensorDataset(x, y), "queries": [(x[:2], y[:2])]}
+    names |= {"first_state": states[0], "last_state": states[1]}
+    page = (ROOT / "docs" / "guide.md").read_text()
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, names)
+    assert f"# {capsys.readouterr().out}" in page
+    assert names["cosine"].abs().max() <= 1 + 1e-5
+    assert names["phi"].shape == (80, 10)
+    assert len(names["paper"].spectrum.eigenvalues) <= 5
+    assert names["tracin"].self_influence(names["data"]).shape == (80,)
+
+
 @pytest.mark.parametrize(
     "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
 )
