@@ -18,8 +18,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/eigentrace demo
 
+# Small models do not gain from threads: one each, and as many tests at once as there are cores.
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not gpu"
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow"

@@ -15,7 +15,7 @@ SOURCE = Path(eigentrace.__file__).parent
 
 # A room may import from its own tier and from those before it. The package itself re-exports what users write.
 TIERS = (
-    ("errors", "progress"),
+    ("errors", "progress", "version"),
     ("settings", "seal"),
     ("vector", "batch"),
     ("data", "guard", "selection"),
@@ -35,7 +35,7 @@ TIERS = (
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
 
-CORE_PACKAGES = {"eigentrace", "torch", "numpy", "safetensors", "pyarrow", "tqdm"}
+CORE_PACKAGES = {"eigentrace", "torch", "numpy", "safetensors", "tqdm"}
 # An optional package may be imported by exactly one room.
 EXTRAS = {"typer": "cli"}
 

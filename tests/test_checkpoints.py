@@ -168,7 +168,9 @@ def test_a_whole_pickled_model_is_refused(tmp_path):
         Checkpoint(saved(tmp_path / "model.pt", net())).load()
 
 
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "model.", "module._orig_mod.", "model.module."])
+@pytest.mark.parametrize(
+    "prefix", ["_orig_mod.", "module.", "model.", "module._orig_mod.", "model.module.", "net.", "lightning.backbone."]
+)
 def test_names_under_a_wrapper(prefix):
     wrapped = {prefix + name: tensor for name, tensor in state(5).items()} | {"criterion.weight": torch.ones(3)}
     assert same(et.classification(net()).canonical(wrapped), state(5))
@@ -194,3 +196,11 @@ def test_scores_at_checkpoints_are_scores_of_models_that_loaded_them(tmp_path):
     expected = sum(fitted.influence(examples(), queries) for fitted in at_each)
     found = fit(method=et.TracIn(files)).influence(examples(), queries)
     torch.testing.assert_close(found, expected / 2)
+
+
+def test_adapters_alone_are_told(tmp_path):
+    folder = tmp_path / "checkpoint-10"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match="holds adapters without the model under them"):
+        find_checkpoints(tmp_path)

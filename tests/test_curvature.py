@@ -180,7 +180,7 @@ def test_a_large_sample_streams_and_gives_the_same(cases, monkeypatch):
     v = torch.randn(case.task.layout.numel, dtype=torch.float64)
     with case.task.session():
         held = Curvature(case.task, as_data(case.batches), None).matvec(v)
-        monkeypatch.setattr("eigentrace.curvature._HELD_EXAMPLES", 3)
+        monkeypatch.setattr("eigentrace.curvature.HELD_EXAMPLES", 3)
         streamed = Curvature(case.task, as_data(case.batches), None).matvec(v)
     assert torch.equal(held, streamed)
 
@@ -195,3 +195,24 @@ def test_product_is_linear_and_symmetric(cases):
     with task.session():
         assert relative(product(2 * u - v), 2 * product(u) - product(v)) < EXACT
         assert abs(float(u @ product(v) - v @ product(u))) < EXACT * float(u.norm() * product(v).norm())
+
+
+def test_several_outputs_work_forward_and_are_refused_backward():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.a(x), self.a(x).tanh()
+
+    def output_loss(outputs, batch):
+        return sum(o.square().sum(dim=1) for o in outputs)
+
+    batch = torch.randn(5, 3)
+    task = et.Task(Two(), outputs=lambda m, b: m(b), output_loss=output_loss)
+    curvature = Curvature(task, et.Data.from_batches([batch]), None, "gauss-newton")
+    with task.session():
+        assert curvature.matvec(torch.ones(task.layout.numel)).isfinite().all()
+        with pytest.raises(UnsupportedError, match="outputs of type tuple need forward mode"):
+            dataclasses.replace(curvature, form=Form.REVERSE).matvec(torch.ones(task.layout.numel))

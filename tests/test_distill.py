@@ -1,10 +1,13 @@
 """From a Krylov basis to rows and weights."""
 
+import dataclasses
+
 import pytest
 import torch
 
+import eigentrace as et
 from eigentrace.distill import Cut, Spectrum, distill, warn_unless_converged, weigh
-from eigentrace.errors import ConvergenceWarning, InputError, NumericalError
+from eigentrace.errors import ConvergenceWarning, InputError, NumericalError, PrecisionWarning
 from eigentrace.krylov import Basis, Ending, lanczos
 
 
@@ -87,6 +90,15 @@ def test_delta_must_be_positive(tail):
         Cut(3, tail, False)
 
 
+def test_a_small_delta_in_float32_is_told():
+    x, y = torch.randn(40, 4), torch.randint(0, 2, (40,))
+    fitted = et.Arnoldi(steps=20, keep=3).fit(et.classification(torch.nn.Linear(4, 2)), [(x, y)])
+    with pytest.warns(PrecisionWarning, match="tail=1e-07 is below 0.0001 of the largest eigenvalue"):
+        fitted.distill(tail=1e-7)
+    double = et.Arnoldi(steps=20, keep=3).fit(et.classification(torch.nn.Linear(4, 2).double()), [(x.double(), y)])
+    assert double.distill(tail=1e-7).delta == pytest.approx(1e-7)
+
+
 def test_convergence_is_told_by_the_last_pair():
     def spectrum(residual):
         residuals = torch.tensor([1e-9, residual]) if residual is not None else None
@@ -96,5 +108,7 @@ def test_convergence_is_told_by_the_last_pair():
     assert spectrum(None).converged is None
     warn_unless_converged(spectrum(None))
     warn_unless_converged(spectrum(0.09))
+    complete = dataclasses.replace(spectrum(0.2), ending=Ending.INVARIANT)
+    warn_unless_converged(complete)  # more steps could not help
     with pytest.warns(ConvergenceWarning, match=r"has not settled after 20 products.*Raise `steps` or lower `keep`"):
         warn_unless_converged(spectrum(0.2))

@@ -222,3 +222,24 @@ def test_padding_takes_no_gradient_in_either_mode(keyword):
     torch.testing.assert_close(forward, reverse)
     assert not forward[:, 0].any()
     assert forward[1, 1].any()
+
+
+class Positions(nn.Embedding):
+    """Positions looked up by shape, as sinusoidal embeddings do, with a padding row of their own."""
+
+    def forward(self, shape):
+        return super().forward(torch.arange(shape[1]))
+
+
+def test_embeddings_called_with_something_else_are_left_alone():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.positions, self.head = Positions(6, 3, padding_idx=1), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.head((x.unsqueeze(-1) + self.positions(x.shape)).mean(dim=1))
+
+    x = torch.randn(6, 4)
+    fitted = et.RandProj(2).fit(et.classification(Model()), (x, torch.tensor([0, 1, 2] * 2)))
+    assert fitted.self_influence((x, torch.tensor([0, 1, 2] * 2))).isfinite().all()

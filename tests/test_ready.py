@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import eigentrace as et
+from eigentrace.errors import TaskError
 from small import examples, fit, net
 
 
@@ -139,3 +140,9 @@ def test_an_example_that_is_not_valid_has_a_loss_of_its_own_only():
     found, clean = losses(et.causal_lm(model), wrong), losses(et.causal_lm(model), tokens())
     assert found[5].isnan()
     assert torch.equal(found[:5], clean[:5])
+
+
+def test_a_single_logit_is_refused():
+    task = et.classification(nn.Linear(3, 1))
+    with pytest.raises(TaskError, match=r"a single logit per example.*binary_cross_entropy_with_logits"):
+        et.Loss().fit(task, [(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))])

@@ -24,6 +24,47 @@ def test_training_on_after_a_fit_is_told(method):
         fitted.self_influence(examples())
 
 
+def test_writes_through_data_are_told():
+    model = net()
+    fitted = fit(et.classification(model))
+    model[0].weight.data.mul_(1.001)
+    with pytest.raises(MismatchError, match="has changed since"):
+        fitted.self_influence(examples())
+
+
+def test_a_changed_model_cannot_be_saved_as_the_fitted_one(tmp_path):
+    model = net()
+    fitted = fit(et.classification(model))
+    model[0].weight.data.mul_(3)
+    with pytest.raises(MismatchError, match="has changed since"):
+        fitted.save(tmp_path / "fit")
+    exact = fit(et.classification(model), method=et.ExactHessian(damping=1.0))
+    model[0].weight.data.mul_(3)
+    exact.save(tmp_path / "fit")  # it has its own numbers, and they are what is fingerprinted
+    with pytest.raises(MismatchError, match="other weights"):
+        et.load(tmp_path / "fit", et.classification(model))
+
+
+def test_replaced_parameters_are_told(tmp_path):
+    model = net()
+    task = et.classification(model)
+    fit(task).save(tmp_path / "fit")
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    with pytest.raises(MismatchError, match="moved, or its parameters were replaced, after this task was made"):
+        fit(task)
+    with pytest.raises(MismatchError, match="moved, or its parameters were replaced, after this task was made"):
+        et.load(tmp_path / "fit", task).self_influence(examples())
+
+
+def test_complex_buffers_are_sealed_without_a_warning():
+    model = net()
+    model.register_buffer("freqs", torch.tensor([1 + 2j, 3 - 1j]))
+    fitted = fit(et.classification(model))
+    model.freqs.mul_(1j)
+    with pytest.raises(MismatchError, match="'freqs'"):
+        fitted.self_influence(examples())
+
+
 def test_putting_the_weights_back_is_enough():
     model = net()
     fitted = fit(et.classification(model))

@@ -27,9 +27,11 @@ EVERYTHING = ["embed.weight", "body.weight", "body.bias", "norm.weight", "norm.b
 SELECTIONS = {
     "trainable": ["embed.weight", "body.weight", "body.bias", "head.bias"],
     "all": EVERYTHING,
-    "last layer": ["head.bias"],
+    # A tied head stands at the output, where it is used last, and not at its embedding.
+    "last layer": ["embed.weight", "head.bias"],
     "top 5%": ["head.bias"],
-    "last 30 %": ["norm.weight", "norm.bias", "head.bias", "body.bias"],
+    "last 30 %": ["embed.weight", "head.bias"],
+    "top 40%": ["norm.bias", "embed.weight", "head.bias"],
     "top 100%": EVERYTHING,
     "body.*": ["body.weight", "body.bias"],
     "*.bias": ["body.bias", "norm.bias", "head.bias"],
@@ -69,8 +71,9 @@ def test_coverage_counts_tied_parameters_once():
 
 
 def test_values_go_by_the_first_pattern_that_matches():
-    names = ["a.weight", "a.bias", "b.weight"]
+    names = {"a.weight": ["a.weight", "head.weight"], "a.bias": ["a.bias"], "b.weight": ["b.weight"]}
     assert match_values(names, 0.5, "l2") == match_values(names, np.float32(0.5), "l2") == dict.fromkeys(names, 0.5)
+    assert match_values(names, {"head.*": 1.0}, "l2") == {"a.weight": 1.0, "a.bias": 0.0, "b.weight": 0.0}
     assert match_values(names, {"a.*": 1.0, "*.weight": 2}, "l2") == {"a.weight": 1.0, "a.bias": 1.0, "b.weight": 2}
     assert match_values(names, {"b.*": 3.0}, "l2") == {"a.weight": 0.0, "a.bias": 0.0, "b.weight": 3.0}
 

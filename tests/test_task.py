@@ -63,7 +63,6 @@ def test_l2_is_one_number_or_goes_by_pattern():
 def test_measurements_are_the_losses_unless_given():
     plain = et.Task(net(), cross_entropy)
     measured = et.Task(net(), cross_entropy, measurement=lambda m, b: m(b[0])[:, 0])
-    assert (plain.has_measurement, measured.has_measurement) == (False, True)
     with plain.session(), measured.session():
         assert torch.equal(plain.measurements(plain.params, examples()), cross_entropy(net(), examples()))
         assert torch.equal(measured.measurements(measured.params, examples()), net()(examples()[0])[:, 0])

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from eigentrace.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from eigentrace.data import Data
     from eigentrace.fitted import Fitted
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from eigentrace.projected import load
     from eigentrace.ready import causal_lm, classification, seq2seq
     from eigentrace.task import Task
-
-__version__ = "0.1.0"
 
 __all__ = [
     # what was trained, and on what

@@ -15,16 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eigentrace.errors import InputError, MismatchError
+from eigentrace.progress import track
 from eigentrace.task import Task
 
 _MANIFEST = "manifest.json"
 
 
 def fingerprint(task: Task) -> str:
-    """Hash the names, shapes, types and numbers of the model's parameters and buffers, and which are selected."""
+    """Hash the names, shapes, types and numbers a task computes with, and which of them are selected."""
     digest = hashlib.sha256()
-    tensors = dict(task.model.named_parameters()) | dict(task.model.named_buffers())
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in track(sorted(task.tensors().items()), "Fingerprint"):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {name in task.params};".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")

@@ -87,6 +87,11 @@ def _expand(path: Path) -> list[Path]:
         inside = [p for p in path.iterdir() if p.suffix in _SUFFIXES]
     if len(inside) > 1:
         inside = [p for p in inside if p.name != "last.ckpt"]
+    if not inside and any(path.rglob("adapter_model.*")):
+        raise InputError(
+            f"{path} holds adapters without the model under them. Load each into the model with PEFT, and pass "
+            "copies of its state dict."
+        )
     if not inside:
         raise InputError(
             f"{path} holds no checkpoints: looked for model.safetensors, pytorch_model.bin, checkpoint-* folders and "
@@ -111,7 +116,7 @@ def _order(path: Path) -> tuple[int, list[str | int]]:
 
 def _weights_in(folder: Path) -> list[Path]:
     """Return the weight files of a Hugging Face folder, all shards of them."""
-    for name in ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin"):
+    for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
             return [folder / name]
         index = folder / f"{name}.index.json"

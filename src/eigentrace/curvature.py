@@ -1,7 +1,7 @@
 """Products of the training loss's curvature with vectors: Hessian or Gauss-Newton, over any number of batches."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ Precision = Literal["fp32", "bf16"]
 Product = Callable[[Task, Values, Values, Any], Values]
 
 # A sample up to this size is collated once and held; a larger one is read again for every product.
-_HELD_EXAMPLES = 20_000
+HELD_EXAMPLES = 20_000
 # Vectors that go through one batch together in `matmat`.
 _VECTORS_AT_ONCE = 32
 
@@ -71,6 +71,8 @@ def gauss_newton_reverse(task: Task, values: Values, tangents: Values, batch: An
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
         outputs = task.outputs(leaves, batch)
+        if not isinstance(outputs, Tensor):
+            raise UnsupportedError(f"outputs of type {type(outputs).__name__} need forward mode: return one tensor.")
         u = torch.zeros_like(outputs, requires_grad=True)
         pulled = _backward(outputs, leaves, grad_outputs=u, create_graph=True)
         (pushed,) = torch.autograd.grad(_dot(pulled, tangents), u, retain_graph=True, materialize_grads=True)
@@ -137,6 +139,8 @@ class Curvature:
     kind: Literal["hessian", "gauss-newton"] = "hessian"
     precision: Precision = "fp32"
     form: Form = Form.FORWARD
+    hold: bool = True
+    """Collate the examples once and hold them, if they are not too many."""
     _held: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -150,7 +154,7 @@ class Curvature:
 
     def batches(self) -> Iterator[Any]:
         """Yield the micro-batches, placed on the model's device."""
-        if self.num_examples > _HELD_EXAMPLES:
+        if not self.hold or self.num_examples > HELD_EXAMPLES:
             yield from (self.task.place(batch.values) for batch in self.data.batches(self.rows))
             return
         if not self._held:
@@ -202,7 +206,7 @@ def working_form(curvature: Curvature, batch: Any) -> Form:
     )
     failures = []
     for form in Form:
-        trial = Curvature(curvature.task, curvature.data, curvature.rows, curvature.kind, curvature.precision, form)
+        trial = replace(curvature, form=form)
         try:
             trial.product_on(probe, batch)
         except torch.OutOfMemoryError:

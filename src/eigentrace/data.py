@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from eigentrace.batch import length_of, select
 from eigentrace.errors import DataError
+from eigentrace.progress import track
 
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 # How many indices of an unknown sampler are drawn twice to see whether its order is stable.
@@ -93,7 +94,7 @@ class _Batches:
         self.batches = batches
         # Every pass over a loader draws a seed for its workers from the caller's global random state.
         with torch.random.fork_rng(devices=[]):
-            self.sizes = [length_of(batch) for batch in batches]
+            self.sizes = [length_of(batch) for batch in track(batches, "Counting examples")]
 
     def __len__(self) -> int:
         return sum(self.sizes)
@@ -114,6 +115,8 @@ class _Batches:
             start += size
             if len(here):
                 yield Batch(here, values)
+            if rows is not None and (not len(rows) or start > rows[-1]):
+                return
 
 
 class Data:

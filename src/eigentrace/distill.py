@@ -15,12 +15,12 @@ from eigentrace.settings import check_counts
 
 Tail = float | Literal["auto"] | None
 
-# δ never falls below this share of λ₁: beyond it 1/δ amplifies rounding in the gradient more than it adds signal.
-_DELTA_FLOOR = 1e-4
+# An automatic δ never falls below this share of λ₁: beyond it 1/δ amplifies rounding more than it adds signal.
+DELTA_FLOOR = 1e-4
 # A kept pair counts as settled while its residual is below this share of its eigenvalue.
 _SETTLED = 0.1
 # Orthonormality of the rows beyond which they are corrected: far above float32 rounding, far below bf16's.
-_GRAM_TOL = 1e-4
+_GRAM_TOL = 1e-5
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Spectrum:
     """What is known of H's eigenvalues."""
 
     eigenvalues: Tensor  # (K,) float64, by falling |λ|
-    residuals: Tensor | None  # (K,) bounds on |λ − nearest eigenvalue of H|; None when H changed between steps
+    residuals: Tensor | None  # (K,) bounds on |λ − nearest eigenvalue of H| (see `krylov.ritz`); None under `spread`
     ending: Ending
     num_products: int
 
@@ -60,10 +60,7 @@ def distill(krylov: Krylov, keep: int) -> Distilled:
             "loss does not bend in the selected parameters. Use more examples, or a gradient method such as TracIn."
         )
     directions = krylov.vectors.combine(S[:, :count].T)
-    directions = _orthonormal(directions)
-    # Eigenvectors have no sign; make the largest component positive so that equal fits give equal features.
-    largest = directions.gather(1, directions.abs().argmax(dim=1, keepdim=True))
-    directions *= largest.sign()
+    directions = with_fixed_signs(_orthonormal(directions))
     spectrum = Spectrum(
         eigenvalues=theta[:count].clone(),
         residuals=None if residuals is None else residuals[:count].clone(),
@@ -71,6 +68,13 @@ def distill(krylov: Krylov, keep: int) -> Distilled:
         num_products=krylov.num_products,
     )
     return Distilled(directions, spectrum)
+
+
+def with_fixed_signs(directions: Tensor) -> Tensor:  # (K, P) -> (K, P), in place
+    """Make the largest component of each eigenvector positive, so that equal fits give equal features."""
+    for row in directions:  # one by one: a copy of all rows may not fit beside them
+        row.mul_(row[row.abs().argmax()].sign())
+    return directions
 
 
 def _orthonormal(rows: Tensor) -> Tensor:
@@ -129,13 +133,14 @@ def weigh(eigenvalues: Tensor, cut: Cut) -> Weights:
     values = kept[index]
     if cut.tail is None:
         return Weights(index, 1 / values, 0.0, None)
-    delta = max(float(kept[-1].abs()), _DELTA_FLOOR * float(kept[0].abs())) if cut.tail == "auto" else float(cut.tail)
+    delta = max(float(kept[-1].abs()), DELTA_FLOOR * float(kept[0].abs())) if cut.tail == "auto" else float(cut.tail)
     return Weights(index, 1 / (values.clamp_min(0) + delta) - 1 / delta, 1 / delta, delta)
 
 
 def warn_unless_converged(spectrum: Spectrum) -> None:
     """Say when the smallest kept eigenvalue is not settled, since δ and the last rows hang on it."""
-    if spectrum.converged is False:
+    # A complete decomposition has nothing left to settle: what is uncertain there is rounding.
+    if spectrum.converged is False and spectrum.ending is Ending.ALL_STEPS:
         last, bound = float(spectrum.eigenvalues[-1].abs()), float(spectrum.residuals[-1])  # type: ignore[index]
         warnings.warn(
             f"The last of {len(spectrum.eigenvalues)} kept eigenvalues has not settled after {spectrum.num_products} "

@@ -112,9 +112,9 @@ class Fitted(ABC):
         return self.num_train if unit == "nats" else 1
 
 
-def over_square(scores: Tensor, square_norms: Tensor) -> Tensor:
-    """Divide scores by squared norms, with 0 for an example whose gradient is zero."""
-    return torch.where(square_norms > 0, scores / square_norms.clamp_min(torch.finfo(scores.dtype).tiny), 0.0)
+def over(scores: Tensor, sizes: Tensor) -> Tensor:
+    """Divide by norms or their squares, with 0 for an example whose gradient is zero."""
+    return torch.where(sizes > 0, scores / sizes.clamp_min(torch.finfo(scores.dtype).tiny), 0.0)
 
 
 def _cosine(scores: Tensor, of_queries: Tensor, of_train: Tensor) -> Tensor:

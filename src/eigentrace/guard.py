@@ -49,6 +49,9 @@ def prepared(model: nn.Module) -> Iterator[None]:
         # torch.func differentiates inside an outer no_grad; what it spares is the ordinary graph that parameters
         # outside the selection would record.
         stack.enter_context(torch.no_grad())
+        for kind in {"cpu", next(model.parameters()).device.type}:
+            # The caller's autocast is not ours: `precision` says where numbers may be rounded.
+            stack.enter_context(torch.autocast(kind, enabled=False))
         # vmap says once per operation that it falls back to a loop: true, slow, and nothing the caller can act on.
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="There is a performance drop")
@@ -89,8 +92,10 @@ class _Attributes:
 @contextmanager
 def _constant_padding(model: nn.Module) -> Iterator[None]:
     def hold(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
-        tokens = args[0] if args else kwargs["input"]
-        padding = (tokens == module.padding_idx).unsqueeze(-1)
+        tokens = args[0] if args else kwargs.get("input")
+        if not isinstance(tokens, Tensor) or tokens.shape != output.shape[:-1]:
+            return output  # a subclass that looks something else up, such as positions
+        padding = torch.eq(tokens, module.padding_idx).unsqueeze(-1)  # type: ignore[arg-type]
         return torch.where(padding, output.detach(), output)
 
     padded = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None]

@@ -161,12 +161,12 @@ def lanczos(matvec: Matvec, start: Tensor, steps: int, *, basis: Basis | None = 
 
 
 def _iterate(matvec: Matvec, start: Tensor, steps: int, basis: Basis, *, symmetric: bool) -> Krylov:
+    steps = int(steps)
     if steps < 1:
         raise InputError(f"steps must be at least 1, got {steps}.")
     if not start.any():
         raise InputError("The start vector is zero: give one with a nonzero length.")
     state = _State(start, min(steps, start.numel()), basis)
-    ending = Ending.WHOLE_SPACE if steps >= start.numel() else Ending.ALL_STEPS
     for product in track(range(steps), "Krylov iteration", steps):
         if symmetric and state.full:
             state.restart(basis.carried)
@@ -175,7 +175,7 @@ def _iterate(matvec: Matvec, start: Tensor, steps: int, basis: Basis, *, symmetr
             return state.result(Ending.INVARIANT, symmetric, product + 1)
         if state.size == start.numel():
             return state.result(Ending.WHOLE_SPACE, symmetric, product + 1)
-    return state.result(ending, symmetric, steps)
+    return state.result(Ending.ALL_STEPS, symmetric, steps)
 
 
 class _State:
@@ -203,8 +203,8 @@ class _State:
         w = matvec(self.vectors.get(j))
         if not w.isfinite().all():
             raise NumericalError(
-                f"The curvature product of step {j + 1} is not finite. Check the loss for overflow, or use "
-                "precision='fp32'."
+                f"The curvature product of step {j + 1} is not finite. An example drawn for it has a loss or gradient "
+                "that is not: look at the losses of the data (eigentrace.Loss), or use precision='fp32'."
             )
         norm = float(w.norm())
         self.scale = max(self.scale, norm)
@@ -289,7 +289,8 @@ def _eigh(T: Tensor) -> tuple[Tensor, Tensor]:
 def ritz(krylov: Krylov) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return Ritz values by falling |θ|, their coordinates as columns, and residual norms (None for Arnoldi).
 
-    The residual of a pair is β·|last coordinate|, plus what storing the basis in a smaller type lost.
+    The residual of a pair is β·|last coordinate|: a bound on its distance from an eigenvalue. Storing the basis in a
+    smaller type adds an estimate of what rounding did, the errors of the vectors taken as independent and doubled.
     """
     theta, S = _eigh(krylov.projected)
     order = theta.abs().argsort(descending=True)
@@ -297,4 +298,4 @@ def ritz(krylov: Krylov) -> tuple[Tensor, Tensor, Tensor | None]:
     if not krylov.symmetric:
         return theta, S, None
     rounding = (krylov.rounding[:-1, None] * S[:-1]).norm(dim=0)
-    return theta, S, krylov.beta * S[-1].abs() + rounding
+    return theta, S, krylov.beta * S[-1].abs() + 2 * rounding

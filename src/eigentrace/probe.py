@@ -12,6 +12,7 @@ from eigentrace.batch import select, tensors_of
 from eigentrace.curvature import Curvature, gradient, working_form
 from eigentrace.data import Batch, Data
 from eigentrace.errors import DeterminismError, NumericalError, PrecisionWarning, TaskError
+from eigentrace.progress import track
 from eigentrace.task import Task
 
 # Relative differences above which two evaluations of the same thing count as different. Rounding in float64, in
@@ -48,15 +49,17 @@ def check_task(task: Task, data: Data) -> None:
 def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvature:
     """Settle how H is differentiated and check it: twice the same, and equal to a finite difference of gradients."""
     _check_sample(curvature)
-    batch = next(curvature.batches())
+    batches = curvature.batches()
+    batch = next(batches)
+    batches.close()  # type: ignore[attr-defined]
     curvature = replace(curvature, form=working_form(curvature, batch))
     layout = curvature.task.layout
     v = torch.randn(layout.numel, generator=generator, dtype=layout.dtype, device="cpu").to(layout.device)
     v = _off_padding(curvature.task, v / v.norm())
-    first, second = curvature.product_on(v, batch), curvature.product_on(v, batch)
+    first, second = curvature.matvec(v), curvature.matvec(v)
     if not first.isfinite().all():
         raise NumericalError(
-            "The curvature of the first batch is not finite although its losses are. Look for square roots, norms or "
+            "The curvature is not finite although the losses are. Look for square roots, norms or "
             "divisions at zero in the model or the loss."
         )
     gap = (first - second).norm() / first.norm().clamp_min(torch.finfo(layout.dtype).tiny)
@@ -64,14 +67,14 @@ def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvatu
     if gap > tol:
         raise DeterminismError(
             f"Multiplying the curvature with the same vector twice differs by {gap:.2g} of its size (allowed {tol:g}). "
-            "Something draws random numbers: dropout called as a function with training=True, or noise in the loss."
+            "Something draws random numbers: dropout called as a function with training=True, noise in the loss, or "
+            "data that comes out differently when it is read again."
         )
     # A direction the curvature is large in: along a random one a difference of gradients drowns in rounding.
     u = _off_padding(curvature.task, first / first.norm() if first.any() else v)
-    along = curvature.product_on(u, batch)
-    _warn_unless_symmetric(float(v @ along), float(u @ first), tol)
+    _warn_unless_symmetric(float(v @ curvature.matvec(u)), float(u @ first), tol)
     if curvature.kind == "hessian":
-        _warn_unless_difference(curvature.task, u, along, batch)
+        _warn_unless_difference(curvature.task, u, curvature.product_on(u, batch), batch)
     return curvature
 
 
@@ -79,7 +82,7 @@ def _check_sample(curvature: Curvature) -> None:
     """Look at every loss that H is taken on: one bad row among thousands would only show as a product that is NaN."""
     task, start = curvature.task, 0
     rows = np.arange(len(curvature.data)) if curvature.rows is None else curvature.rows
-    for batch in curvature.batches():
+    for batch in track(curvature.batches(), "Checking losses"):
         losses = task.losses(task.params, batch)
         _check_losses(losses, rows[start : start + len(losses)])
         start += len(losses)

@@ -1,6 +1,7 @@
 """Fits that score by rows: a list of blocks, each a parameter state with rows and one weight per row."""
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,15 +14,17 @@ from torch import Tensor
 from eigentrace import artifact
 from eigentrace.checkpoints import Checkpoint
 from eigentrace.data import Data, as_data
-from eigentrace.distill import Cut, Distilled, Spectrum, Tail, weigh
-from eigentrace.errors import InputError, MismatchError, UnsupportedError
-from eigentrace.fitted import Fitted, over_square
+from eigentrace.distill import DELTA_FLOOR, Cut, Distilled, Spectrum, Tail, Weights, weigh
+from eigentrace.errors import InputError, MismatchError, PrecisionWarning, UnsupportedError
+from eigentrace.fitted import Fitted, over
 from eigentrace.krylov import Ending
 from eigentrace.project import Job, gradients, in_chunks, project
 from eigentrace.project.engine import memory_budget
 from eigentrace.rows import DenseRows, Rows, StackedRows, UnitRows
+from eigentrace.settings import plain
 from eigentrace.task import Task
 from eigentrace.vector import Layout
+from eigentrace.version import __version__
 
 Same = Literal["same"]
 
@@ -60,7 +63,7 @@ class ProjectedFit(Fitted):
     def spectrum(self) -> Spectrum:
         """Eigenvalues, residual bounds and how the iteration ended, of the directions in use."""
         if self.distilled is None or self.cut is None:
-            raise UnsupportedError(f"{self.method['name']} has no spectrum: it does not diagonalise the curvature.")
+            raise UnsupportedError(f"{self.method['name']} has no spectrum: it keeps no eigenpairs of the curvature.")
         spectrum, index = self.distilled.spectrum, weigh(self.distilled.spectrum.eigenvalues, self.cut).index
         residuals = None if spectrum.residuals is None else spectrum.residuals[index]
         return replace(spectrum, eigenvalues=spectrum.eigenvalues[index], residuals=residuals)
@@ -98,12 +101,24 @@ class ProjectedFit(Fitted):
             positive_only=self.cut.positive_only if positive_only is None else positive_only,
         )
         weights = weigh(self.distilled.spectrum.eigenvalues, cut)
+        self._warn_of_small_delta(weights)
         directions, count = self.distilled.directions, len(weights.index)
         # The leading rows are a view; only directions dropped from between cost a copy.
         leading = count == 0 or int(weights.index[-1]) == count - 1
         rows = directions[:count] if leading else directions[weights.index.to(directions.device)]
         block = Block(DenseRows(rows, self.task.layout), weights.row, weights.identity)
         return replace(self, blocks=(block,), cut=cut)
+
+    def _warn_of_small_delta(self, weights: Weights) -> None:
+        largest = float(self.distilled.spectrum.eigenvalues[0].abs())  # type: ignore[union-attr]
+        single = self.task.layout.dtype == torch.float32
+        if single and weights.delta is not None and weights.delta < 0.99 * DELTA_FLOOR * largest:
+            warnings.warn(
+                f"tail={weights.delta:.3g} is below {DELTA_FLOOR:g} of the largest eigenvalue ({largest:.3g}): scores "
+                "in float32 become differences of much larger numbers. Use a larger δ, 'auto', or a float64 model.",
+                PrecisionWarning,
+                stacklevel=3,
+            )
 
     def features(self, data: Any, *, queries: bool = False) -> Tensor:  # (N, K)
         """Project each example's gradient on the rows of every block, side by side."""
@@ -117,35 +132,34 @@ class ProjectedFit(Fitted):
 
     def save(self, path: str | Path) -> None:
         """Write the fit to a new directory, to be read back by `eigentrace.load`."""
-        files, records = {}, []
+        self.task.check_unchanged()
+        manifest: dict[str, Any] = {
+            "kind": "fit",
+            "format": 1,
+            "versions": {"eigentrace": __version__, "torch": torch.__version__},
+            "fingerprint": artifact.fingerprint(self.task),
+            "coverage": str(self.task.coverage),
+            "l2": self.task.l2,
+            "method": self.method,
+            "num_train": self.num_train,
+            "has_curvature": self.has_curvature,
+            "double": self.task.is_double_copy,
+        }
+        if self.distilled is None or self.cut is None:
+            more, files = self._blocks_on_disk()
+        else:
+            more, files = _cut_on_disk(self.distilled, self.cut)
+        artifact.write(Path(path), manifest | more, files)
+
+    def _blocks_on_disk(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        files = {}
         for number, block in enumerate(self.blocks):
             tensors = {"weights": block.weights} | _rows_tensors(block.rows)
             if block.state is not None:
                 tensors |= {f"state.{name}": value for name, value in self.task.canonical(block.state.load()).items()}
             files[f"block-{number}.safetensors"] = tensors
-            records.append({"identity": block.identity, "state": block.state is not None})
-        manifest: dict[str, Any] = {
-            "kind": "fit",
-            "format": 1,
-            "fingerprint": artifact.fingerprint(self.task),
-            "coverage": str(self.task.coverage),
-            "method": self.method,
-            "num_train": self.num_train,
-            "has_curvature": self.has_curvature,
-            "double": self.task.is_double_copy,
-            "blocks": records,
-        }
-        if self.distilled is not None and self.cut is not None:
-            spectrum = self.distilled.spectrum
-            files["eigenpairs.safetensors"] = _eigenpairs_tensors(self.distilled)
-            manifest |= {
-                "cut": dataclasses.asdict(self.cut),
-                "ending": spectrum.ending.name,
-                "num_products": spectrum.num_products,
-            }
-            # The one block is a cut of the eigenpairs: it is made again on loading, not stored twice.
-            del files["block-0.safetensors"]
-        artifact.write(Path(path), manifest, files)
+        records = [{"identity": block.identity, "state": block.state is not None} for block in self.blocks]
+        return {"blocks": records}, files
 
     def _self(self, data: Data, *, queries: bool, unit_gradients: bool) -> Tensor:
         total = torch.zeros(len(data), dtype=self.task.layout.dtype, device="cpu")
@@ -159,7 +173,7 @@ class ProjectedFit(Fitted):
                     if norms:
                         scores = scores + block.identity * found.squares()
                     if unit_gradients:
-                        scores = over_square(scores, found.squares())
+                        scores = over(scores, found.squares())
                     total[batch.rows] += scores.cpu()
         return total
 
@@ -174,7 +188,7 @@ class ProjectedFit(Fitted):
                     for batch, found in project(job, train, "Influence"):
                         scores = asked.left @ found.features.T
                         if unit_gradients:
-                            scores = over_square(scores, found.squares().sqrt())
+                            scores = over(scores, found.squares().sqrt())
                         total[start:stop, batch.rows] += scores.cpu()
                     start = stop
         return total
@@ -189,12 +203,12 @@ class ProjectedFit(Fitted):
             lefts = []
             for _, found in project(Job(task, task.measurements, block.rows, unit_gradients), queries):
                 left = found.features * block.weights.to(found.features)
-                lefts.append(over_square(left, found.squares().sqrt()[:, None]) if unit_gradients else left)
+                lefts.append(over(left, found.squares().sqrt()[:, None]) if unit_gradients else left)
             yield _Question(torch.cat(lefts), block.rows)
             return
         for rows in in_chunks(gradients(task, task.measurements, queries), memory_budget(task.layout.device)):
             if unit_gradients:
-                rows = over_square(rows, rows.norm(dim=1, keepdim=True))  # noqa: PLW2901
+                rows = over(rows, rows.norm(dim=1, keepdim=True))  # noqa: PLW2901
             phi = block.rows.apply(task.layout.unflatten(rows))
             eye = torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
             left = torch.cat([phi * block.weights.to(phi), block.identity * eye], dim=1)
@@ -222,18 +236,23 @@ class _Question:
     rows: Rows
 
 
+def _cut_on_disk(distilled: Distilled, cut: Cut) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """Store a cut as all eigenpairs and how they are cut: its block is made again on loading."""
+    spectrum = distilled.spectrum
+    tensors = {"directions": distilled.directions, "eigenvalues": spectrum.eigenvalues}
+    if spectrum.residuals is not None:
+        tensors["residuals"] = spectrum.residuals
+    record = {"cut": {key: plain(value) for key, value in dataclasses.asdict(cut).items()}}
+    ending = {"ending": spectrum.ending.name, "num_products": spectrum.num_products}
+    return record | ending, {"eigenpairs.safetensors": tensors}
+
+
 def _rows_tensors(rows: Rows) -> dict[str, Tensor]:
     if isinstance(rows, DenseRows):
         return {"rows": rows.matrix}
     if isinstance(rows, UnitRows):
         return {"index": rows.index}
     raise UnsupportedError(f"Rows of kind {type(rows).__name__} cannot be saved.")
-
-
-def _eigenpairs_tensors(distilled: Distilled) -> dict[str, Tensor]:
-    spectrum = distilled.spectrum
-    tensors = {"directions": distilled.directions, "eigenvalues": spectrum.eigenvalues}
-    return tensors if spectrum.residuals is None else tensors | {"residuals": spectrum.residuals}
 
 
 def load(path: str | Path, task: Task) -> ProjectedFit:

@@ -36,6 +36,11 @@ def classification(
                 f"classification expects logits of shape (B, classes), got {tuple(logits.shape)}. For other outputs "
                 "build an eigentrace.Task with your own loss."
             )
+        if logits.shape[1] == 1:
+            raise TaskError(
+                "classification got a single logit per example, and needs one per class. For a binary model with one "
+                "output build an eigentrace.Task with its own loss (binary_cross_entropy_with_logits)."
+            )
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != logits.shape[:1]:
             raise TaskError(
                 f"classification expects integer labels of shape ({len(logits)},), got {_described(labels)}."
@@ -116,7 +121,8 @@ def _token_task(
                 "vocabulary) and (B, T). Pad labels to the length of the inputs with -100."
             )
         valid = labels != _IGNORED
-        total = _cross_entropy(logits, labels).where(valid, 0.0).sum(dim=1)
+        losses = _cross_entropy(logits, labels.where(valid, 0))
+        total = losses.where(valid, 0.0).sum(dim=1)
         return total if reduction == "sum" else total / valid.sum(dim=1).clamp_min(1)
 
     return Task(model, params=params, l2=l2, outputs=outputs, output_loss=output_loss, measurement=measurement)
@@ -183,4 +189,5 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:  # (*b, classes), 
     known = (labels >= 0) & (labels < logits.shape[-1])
     logits = logits if logits.dtype == torch.float64 else logits.float()
     losses = F.cross_entropy(logits.flatten(0, -2), labels.where(known, 0).flatten().long(), reduction="none")
-    return losses.view(labels.shape).where(known, torch.nan)
+    # Times NaN, not replaced by it: the derivatives must be NaN too, so that no product passes such a row over.
+    return losses.view(labels.shape) * torch.where(known, 1.0, torch.nan).to(losses.dtype)

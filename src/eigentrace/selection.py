@@ -50,7 +50,7 @@ def select_params(model: nn.Module, params: Params) -> dict[str, nn.Parameter]:
     if not everything:
         raise TaskError(f"{type(model).__name__} has no parameters, so there is nothing to attribute to.")
     _check_loaded(everything)
-    chosen = _choose(everything, {names[0]: names for _, names in aliases}, params)
+    chosen = _choose(model, everything, {names[0]: names for _, names in aliases}, params)
     if not chosen:
         raise TaskError(
             f"params={params!r} matches none of the {len(everything)} parameters of {type(model).__name__} "
@@ -66,16 +66,28 @@ def coverage_of(model: nn.Module, chosen: Mapping[str, Tensor]) -> Coverage:
     return Coverage(sum(p.numel() for p in chosen.values()), total, tuple(chosen))
 
 
-def match_values(names: Sequence[str], values: float | Mapping[str, float], what: str) -> dict[str, float]:
-    """Give each name its number: one for all, or the first glob pattern that matches (0 where none does)."""
+def match_values(
+    aliases: Mapping[str, Sequence[str]], values: float | Mapping[str, float], what: str
+) -> dict[str, float]:
+    """Give each parameter its number: one for all, or that of the first glob that matches one of its names, else 0."""
     if not isinstance(values, Mapping):
         values = {"*": values}
     for pattern, value in values.items():
         if not isinstance(value, Real) or not 0 <= value < float("inf"):
             raise TaskError(f"{what} must be a finite number that is not negative, got {value!r} for {pattern!r}.")
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise TaskError(f"{what} pattern {pattern!r} matches none of the selected parameters ({_some(names)}).")
-    return {name: next((float(v) for p, v in values.items() if fnmatchcase(name, p)), 0.0) for name in names}
+        if not any(_matches(names, pattern) for names in aliases.values()):
+            raise TaskError(
+                f"{what} pattern {pattern!r} matches none of the selected parameters ({_some(list(aliases))})."
+            )
+    return {
+        name: next((float(value) for pattern, value in values.items() if _matches(names, pattern)), 0.0)
+        for name, names in aliases.items()
+    }
+
+
+def _matches(names: Sequence[str], pattern: str) -> bool:
+    # A tied parameter goes by several names: people write "lm_head.*" and mean the matrix shared with the embedding.
+    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def aliases_of(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
@@ -87,7 +99,7 @@ def aliases_of(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
 
 
 def _choose(
-    everything: dict[str, nn.Parameter], aliases: dict[str, list[str]], params: Params
+    model: nn.Module, everything: dict[str, nn.Parameter], aliases: dict[str, list[str]], params: Params
 ) -> dict[str, nn.Parameter]:
     if callable(params):
         return {name: p for name, p in everything.items() if params(name, p)}
@@ -96,10 +108,10 @@ def _choose(
     if params == "all":
         return everything
     if params == "last layer":
-        layer = list(everything)[-1].rpartition(".")[0]
-        return {name: p for name, p in everything.items() if name.rpartition(".")[0] == layer}
+        layer = _by_last_use(model)[-1][1].rpartition(".")[0]
+        return {n: p for n, p in everything.items() if any(a.rpartition(".")[0] == layer for a in aliases[n])}
     if isinstance(params, str) and (top := _TOP.match(params)):
-        return _top(everything, float(top.group(1)) / 100)
+        return _top(model, everything, float(top.group(1)) / 100)
     patterns = [params] if isinstance(params, str) else params
     if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         kinds = {type(item).__name__ for item in params} if isinstance(params, list | tuple) else ""
@@ -107,25 +119,29 @@ def _choose(
             "params must be a string, a list of glob patterns over names, or a function of (name, parameter), got "
             f"{type(params).__name__}{f' of {sorted(kinds)}' if kinds else ''}."
         )
-    unmatched = [p for p in patterns if not any(fnmatchcase(a, p) for names in aliases.values() for a in names)]
+    unmatched = [p for p in patterns if not any(_matches(names, p) for names in aliases.values())]
     if unmatched and len(patterns) > 1:
         raise TaskError(f"params patterns {unmatched} match no parameter ({_some(list(everything))}).")
-    # A tied parameter is in if any of its names matches: people ask for "lm_head.*" and mean the shared matrix.
-    return {
-        name: p
-        for name, p in everything.items()
-        if any(fnmatchcase(alias, pattern) for alias in aliases[name] for pattern in patterns)
-    }
+    return {name: p for name, p in everything.items() if any(_matches(aliases[name], q) for q in patterns)}
 
 
-def _top(everything: dict[str, nn.Parameter], share: float) -> dict[str, nn.Parameter]:
+def _by_last_use(model: nn.Module) -> list[tuple[str, str]]:
+    """List parameters as (name, last name) in the order of the latter: a tied head stands at the output."""
+    last: dict[int, tuple[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = last.pop(id(parameter), (name, name))[0]
+        last[id(parameter)] = (first, name)
+    return list(last.values())
+
+
+def _top(model: nn.Module, everything: dict[str, nn.Parameter], share: float) -> dict[str, nn.Parameter]:
     wanted = share * sum(p.numel() for p in everything.values())
-    chosen: dict[str, nn.Parameter] = {}
-    for name, parameter in reversed(everything.items()):
-        if sum(p.numel() for p in chosen.values()) >= wanted:
+    chosen: set[str] = set()
+    for name, _ in reversed(_by_last_use(model)):
+        if sum(everything[n].numel() for n in chosen) >= wanted:
             break
-        chosen[name] = parameter
-    return dict(reversed(chosen.items()))
+        chosen.add(name)
+    return {name: p for name, p in everything.items() if name in chosen}
 
 
 def _check_loaded(everything: Mapping[str, Tensor]) -> None:

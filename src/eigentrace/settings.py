@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 from eigentrace.errors import InputError
@@ -26,15 +27,18 @@ def settings_of(method: Any) -> dict[str, Any]:
     """Return a method's name and settings in a form that JSON can hold."""
     if not dataclasses.is_dataclass(method):
         return {"name": type(method).__name__}
-    values = {field.name: _plain(getattr(method, field.name)) for field in dataclasses.fields(method)}
+    values = {field.name: plain(getattr(method, field.name)) for field in dataclasses.fields(method)}
     return {"name": type(method).__name__} | values
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Turn a setting into what JSON can hold; what it cannot is named by its type."""
     if dataclasses.is_dataclass(value):
         return settings_of(value)
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, Integral | Real) and not isinstance(value, bool):
         return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, Path):
+        return str(value)
     return value if isinstance(value, str | bool | None) else type(value).__name__

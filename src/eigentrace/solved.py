@@ -11,7 +11,7 @@ from torch import Tensor
 from eigentrace.data import Data
 from eigentrace.distill import Spectrum
 from eigentrace.errors import UnsupportedError
-from eigentrace.fitted import Fitted, over_square
+from eigentrace.fitted import Fitted, over
 from eigentrace.progress import track
 from eigentrace.project import Job, check_losses, gradients, in_chunks, project
 from eigentrace.project.engine import memory_budget
@@ -32,7 +32,7 @@ class RowlessFit(Fitted):
     @property
     def spectrum(self) -> Spectrum:
         """Refuse: nothing was diagonalised."""
-        raise UnsupportedError(f"{self.method['name']} has no spectrum: it does not diagonalise the curvature.")
+        raise UnsupportedError(f"{self.method['name']} has no spectrum: it keeps no eigenpairs of the curvature.")
 
     def distill(self, keep: int | None = None, tail: Any = "same", positive_only: bool | None = None) -> Fitted:
         """Refuse: there are no eigenpairs."""
@@ -66,7 +66,7 @@ class SolvedFit(RowlessFit):
             found = gradients(self.task, function, data)
             for g in in_chunks(found, memory_budget(self.task.layout.device) // 4):
                 score = (self.solve(g) * g).sum(dim=1)
-                scores.append((over_square(score, g.square().sum(dim=1)) if unit_gradients else score).cpu())
+                scores.append((over(score, g.square().sum(dim=1)) if unit_gradients else score).cpu())
         return torch.cat(scores)
 
     def _cross(self, train: Data, queries: Data, *, unit_gradients: bool) -> Tensor:
@@ -75,12 +75,12 @@ class SolvedFit(RowlessFit):
         with self.task.session():
             asked = gradients(self.task, self.task.measurements, queries)
             for g in in_chunks(asked, memory_budget(self.task.layout.device) // 4):
-                solved = self.solve(over_square(g, g.norm(dim=1, keepdim=True)) if unit_gradients else g)
+                solved = self.solve(over(g, g.norm(dim=1, keepdim=True)) if unit_gradients else g)
                 job = Job(self.task, self.task.losses, DenseRows(solved, self.task.layout), unit_gradients)
                 for batch, found in project(job, train):
                     scores = found.features
                     if unit_gradients:
-                        scores = over_square(scores, found.squares().sqrt()[:, None])
+                        scores = over(scores, found.squares().sqrt()[:, None])
                     total[start : start + len(g), batch.rows] = scores.T.cpu()
                 start += len(g)
         return total

@@ -20,9 +20,6 @@ from eigentrace.vector import Layout
 ModelFunction = Callable[[nn.Module, Any], Any]
 Values = Mapping[str, Tensor]
 
-# What torch.compile, DataParallel and Lightning modules put before the names of the model they hold.
-_WRAPPERS = ("_orig_mod.", "module.", "model.")
-
 
 class _Caller(nn.Module):
     """Lets `functional_call` swap the parameters under any function of the model, not only its `forward`."""
@@ -69,20 +66,16 @@ class Task:
         self.params: dict[str, Tensor] = {name: p.detach() for name, p in selected.items()}
         self.layout = Layout.of(self.params)
         self.coverage: Coverage = coverage_of(self.model, self.params)
-        self.l2 = match_values(self.layout.names, l2, "l2")
+        self.l2 = match_values({n: a for _, a in aliases_of(self.model) if (n := a[0]) in self.params}, l2, "l2")
         self._fixed: dict[str, Tensor] = {}
         self._double = False
         self._seal: Seal | None = None
+        self._is_own = True  # whether params are the model's own tensors
 
     @property
     def has_outputs(self) -> bool:
         """Tell whether Gauss-Newton curvature is available."""
         return self._outputs is not None
-
-    @property
-    def has_measurement(self) -> bool:
-        """Tell whether queries are measured by something other than the loss."""
-        return self._measurement is not None
 
     @property
     def is_double_copy(self) -> bool:
@@ -96,9 +89,21 @@ class Task:
 
     def session(self) -> AbstractContextManager[None]:
         """Hold the model in eval mode under kernels with all derivatives; put everything back on leaving."""
+        self.check_unchanged()
+        return prepared(self.model)
+
+    def check_unchanged(self) -> None:
+        """Stop if the model is no longer what this task, or the fit that sealed it, was made with."""
+        if self._is_own:
+            own = dict(self.model.named_parameters())
+            gone = [n for n, p in self.params.items() if n not in own or own[n].data_ptr() != p.data_ptr()]
+            if gone:
+                raise MismatchError(
+                    f"The model was moved, or its parameters were replaced, after this task was made ({len(gone)} of "
+                    f"{len(self.params)}, first: {gone[0]!r}). Make a new task of the model as it is now."
+                )
         if self._seal is not None:
             self._seal.check(self.model)
-        return prepared(self.model)
 
     def sealed(self) -> "Task":
         """Return this task bound to the numbers the model holds now: later sessions refuse others."""
@@ -136,7 +141,7 @@ class Task:
 
     def canonical(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Check that a state dict fits the model, and return its tensors by the model's own names, tied ones once."""
-        current, names = self._tensors(), self.model.state_dict().keys()
+        current, names = self.tensors(), self.model.state_dict().keys()
         state = dict(_unwrapped(state, current.keys() | names))
         for _, (first, *others) in aliases_of(self.model):
             # Files that store a tied tensor once may do so under any of its names.
@@ -156,11 +161,12 @@ class Task:
 
     def at(self, state: Mapping[str, Tensor]) -> "Task":
         """Return this task at another checkpoint (a full state dict) of the same model."""
-        current = self._tensors()
+        current = self.tensors()
         moved = {k: v.detach().to(current[k].device, current[k].dtype) for k, v in self.canonical(state).items()}
         other = copy.copy(self)
         other.params = {name: moved[name] for name in self.params}
         other._fixed = {name: value for name, value in moved.items() if name not in self.params}
+        other._is_own = False
         return other
 
     def double(self) -> "Task":
@@ -168,15 +174,16 @@ class Task:
         if self._double or all(dtype == torch.float64 for dtype in self.layout.dtypes):
             return self
         other = copy.copy(self)
-        fixed = {name: value.detach() for name, value in self._tensors().items() if name not in self.params}
+        fixed = {name: value.detach() for name, value in self.tensors().items() if name not in self.params}
         other.params = {name: value.double() for name, value in self.params.items()}
         other._fixed = {name: v.double() if v.is_floating_point() else v for name, v in fixed.items()}
         other.layout = Layout.of(other.params)
         other._double = True
-        other._seal = None  # it holds its own copy of every number
+        other._seal, other._is_own = None, False  # it holds its own copy of every number
         return other
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """All parameters and buffers this task computes with, selected or not."""
         own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         return own | self._fixed | self.params
 
@@ -215,13 +222,12 @@ def _check_functions(model: Any, loss: Any, outputs: Any, output_loss: Any, meas
 
 
 def _unwrapped(state: Values, names: Set[str]) -> Values:
-    """Drop what a wrapper put before every name, if no name is the model's own as it stands."""
-    while not names & state.keys():
-        wrapper = next((w for w in _WRAPPERS if any(key.startswith(w) for key in state)), None)
-        if wrapper is None:
-            break
-        state = {key.removeprefix(wrapper): value for key, value in state.items() if key.startswith(wrapper)}
-    return state
+    """Drop what a wrapper (torch.compile, DataParallel, a Lightning module) put before every name, if anything."""
+    if names & state.keys():
+        return state
+    endings = {key[: -len(name)] for name in names for key in state if key.endswith(f".{name}")}
+    best = max(endings, key=lambda prefix: sum(prefix + name in state for name in names), default="")
+    return {key.removeprefix(best): value for key, value in state.items() if key.startswith(best)}
 
 
 def _check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

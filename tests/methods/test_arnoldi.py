@@ -3,13 +3,14 @@
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from eigentrace.errors import ConvergenceWarning, InputError, UnsupportedError
+from eigentrace.errors import ConvergenceWarning, InputError, NumericalError, TaskError, UnsupportedError
 from eigentrace.krylov import Ending
 from models import dense_gradients, dense_hessian
 
@@ -178,3 +179,49 @@ def test_gradient_methods_have_no_spectrum(problem):
         _ = fitted.spectrum
     with pytest.raises(UnsupportedError, match="RandProj has no eigenpairs"):
         fitted.distill(keep=2)
+
+
+def test_the_callers_autocast_does_not_leak_in(problem):
+    task, data = problem
+    fitted = et.Arnoldi(steps=40, keep=5).fit(task, data)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = fitted.self_influence(data)
+    assert torch.equal(inside, fitted.self_influence(data))
+
+
+@pytest.mark.parametrize("method", [et.Arnoldi(steps=30, keep=3, sample=50, spread=True), et.Lissa(depth=50)])
+def test_a_bad_row_is_never_passed_over(problem, method):
+    task, data = problem
+    x, y = data.tensors
+    bad = y.clone()
+    bad[150:160] = 7  # ten labels that are no class, in the middle of the data
+    with pytest.raises(NumericalError, match=r"not finite|diverged"):
+        method.fit(task, TensorDataset(x, bad)).influence(data, (x[:2], y[:2]))
+
+
+def test_numpy_settings_can_be_saved(problem, tmp_path):
+    task, data = problem
+    fitted = et.Arnoldi(steps=np.int64(40), keep=np.int64(3), tail=np.float32(0.5)).fit(task, data)
+    fitted.save(tmp_path / "fit")
+    loaded = et.load(tmp_path / "fit", task)
+    assert loaded.delta == pytest.approx(0.5)
+    assert loaded.method["keep"] == 3
+
+
+@pytest.mark.parametrize("cast", ["model", "loss"])
+def test_the_exact_hessian_says_what_does_not_run_in_float64(cast):
+    class Casting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.a(x.float() if cast == "model" else x)
+
+    def loss(model, batch):
+        weight = torch.tensor([1.0, 2.0]) if cast == "loss" else None
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], weight=weight, reduction="none")
+
+    data = [(torch.randn(6, 3), torch.tensor([0, 1] * 3))]
+    with pytest.raises(TaskError, match=r"does not run in float64: .* fixed to float32"):
+        et.ExactHessian(damping=1.0).fit(et.Task(Casting(), loss), data)

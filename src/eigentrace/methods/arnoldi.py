@@ -1,7 +1,7 @@
 """The paper's method: diagonalise the curvature once in its dominant Krylov subspace, then score by K numbers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -130,8 +130,7 @@ def _normal(task: Task, generator: torch.Generator) -> Tensor:  # (P,)
 def _spread(curvature: Curvature, sample: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
     def matvec(v: Tensor) -> Tensor:
         rows = curvature.data.sample(sample, generator)
-        return Curvature(
-            curvature.task, curvature.data, rows, curvature.kind, curvature.precision, curvature.form
-        ).matvec(v)
+        # `_held` belongs to the rows: a new draw needs a new list.
+        return replace(curvature, rows=rows, hold=False).matvec(v)
 
     return matvec

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eigentrace.curvature import Curvature, Kind, resolve_kind
-from eigentrace.distill import Cut, Distilled, Spectrum
-from eigentrace.errors import InputError, NumericalError
+from eigentrace.data import Data
+from eigentrace.distill import Cut, Distilled, Spectrum, with_fixed_signs
+from eigentrace.errors import InputError, NumericalError, TaskError
 from eigentrace.krylov import Ending
 from eigentrace.methods.method import ready
 from eigentrace.probe import check_curvature
@@ -41,12 +43,14 @@ class ExactHessian:
         size = task.layout.numel if isinstance(task, Task) else 0
         if size > self.max_params:
             raise InputError(
-                f"The exact Hessian of {size:,} parameters would take {8 * size**2 / 2**30:.3g} GiB; this method stops "
-                f"at {self.max_params:,}. Select fewer with Task(params=...), raise max_params, or use Arnoldi."
+                f"The exact Hessian of {size:,} parameters takes {8 * size**2 / 2**30:.3g} GiB, several times over "
+                f"while it is diagonalised; this method stops at {self.max_params:,}. Select fewer with Task(params=), "
+                "raise max_params, or use Arnoldi."
             )
         task, data, num_train = ready(task, data, num_train)
         task = task.double()
         with task.session():
+            _check_double(task, data)
             curvature = Curvature(task, data, None, resolve_kind(self.curvature, task))
             H = _dense(check_curvature(curvature, torch.Generator().manual_seed(0)))
         values, vectors = torch.linalg.eigh((H + H.T) / 2)
@@ -60,8 +64,19 @@ class ExactHessian:
         spectrum = Spectrum(
             values[order].cpu(), torch.zeros(size, dtype=values.dtype, device="cpu"), Ending.WHOLE_SPACE, size
         )
-        distilled = Distilled(vectors[:, order].T.contiguous(), spectrum)
+        distilled = Distilled(with_fixed_signs(vectors[:, order].T.contiguous()), spectrum)
         return ProjectedFit.of(task, distilled, Cut(size, None, False), settings_of(self), num_train)
+
+
+def _check_double(task: Task, data: Data) -> None:
+    batch = next(data.batches(np.arange(1)))
+    try:
+        task.losses(task.params, task.place(batch.values))
+    except RuntimeError as error:
+        raise TaskError(
+            f"The model does not run in float64: {error} | Something in the model or the loss is fixed to float32, "
+            "such as x.float() or class weights. Follow the parameters (x.to(weight.dtype)), or give a float64 model."
+        ) from error
 
 
 def _dense(curvature: Curvature) -> Tensor:  # (P, P)

@@ -9,6 +9,7 @@ import torch
 from eigentrace.checkpoints import Source, find_checkpoints
 from eigentrace.errors import InputError
 from eigentrace.methods.method import ready
+from eigentrace.progress import track
 from eigentrace.projected import Block, ProjectedFit
 from eigentrace.rows import DenseRows, UnitRows
 from eigentrace.settings import check_counts, check_not_negative, settings_of
@@ -77,7 +78,7 @@ class TracIn:
         """Check every checkpoint against the model; see `Method.fit` for the arguments."""
         task, data, size = ready(task, data, num_train)
         states = (None,) if self.checkpoints is None else find_checkpoints(self.checkpoints)
-        for state in states:
+        for state in track(states, "Checking checkpoints", len(states)):
             if state is not None:
                 task.canonical(state.load())
         weights = [1 / len(states)] * len(states) if self.learning_rates is None else list(self.learning_rates)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigentrace.curvature import Curvature, Kind, resolve_kind
+from eigentrace.curvature import HELD_EXAMPLES, Curvature, Kind, resolve_kind
 from eigentrace.errors import InputError, NumericalError
 from eigentrace.krylov import lanczos, ritz
 from eigentrace.methods.method import ready
@@ -60,7 +60,9 @@ class Lissa:
         with task.session():
             kind = resolve_kind(self.curvature, task)
             probe = check_curvature(Curvature(task, data, draws[0], kind), generator)
-            curvatures = [Curvature(task, data, rows, kind, form=probe.form) for rows in draws]
+            # Held batches add up over the iterations; beyond the limit each is read again when its turn comes.
+            hold = sum(map(len, draws)) <= HELD_EXAMPLES
+            curvatures = [Curvature(task, data, rows, kind, form=probe.form, hold=hold) for rows in draws]
             scale = _largest(curvatures[:_SCALE_BATCHES]) if self.scale == "auto" else float(self.scale)
 
         def solve(v: Tensor) -> Tensor:  # (q, P) -> (q, P)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eigentrace.batch import select
+from eigentrace.batch import is_per_example, select, tensors_of
 from eigentrace.data import Batch, Data
 from eigentrace.errors import NumericalError, TaskError, UnsupportedError
 from eigentrace.progress import track
@@ -19,6 +19,8 @@ from eigentrace.task import Task
 _FULL_BATCH = 8
 # Cost of a pass in units of one forward pass: a JVP carries two, a gradient about three.
 _JVP_COST, _GRADIENT_COST = 2, 3
+# Losses of one example alone and in its batch agree to rounding, in bfloat16 parameters too.
+_SPLIT_TOL = 5e-2
 
 
 def preferred(job: Job) -> tuple[Engine, ...]:
@@ -38,28 +40,61 @@ def preferred(job: Job) -> tuple[Engine, ...]:
 def project(job: Job, data: Data, description: str = "Projecting gradients") -> Iterator[tuple[Batch, Projection]]:
     """Do a job for every example of the data, batch by batch, inside the caller's session."""
     engine: Engine | None = None
+    checked = SplitCheck(job.task, job.function)
     for batch in track(data.batches(), description, len(data), len):
         values = job.task.place(batch.values)
         if engine is None:
             engine = first_working(preferred(job), lambda e, v, n: e(job, v, n), values, len(batch))
         projection = engine(job, values, len(batch))
         _check(batch, projection)
+        checked(values, batch, projection.losses)
         yield batch, projection
 
 
 def gradients(task: Task, function: PerExample, data: Data) -> Iterator[Tensor]:  # each (b, P)
     """Yield full per-example gradients: what queries travel as."""
     take: Any = None
+    checked = SplitCheck(task, function)
     for batch in track(data.batches(), "Gradients", len(data), len):
         values = task.place(batch.values)
         if take is None:
             candidates = (vmapped_gradients, single_gradients)
             take = first_working(candidates, lambda t, v, n: list(t(task, function, v, n)), values, len(batch))
+        taken = []
         for found, losses in take(task, function, values, len(batch)):
+            taken.append(losses)
             flat = task.layout.flatten(found, batch_dims=1)
             if not (flat.isfinite().all() and losses.isfinite().all()):
                 raise _not_finite(batch, flat.isfinite().all(dim=1) & losses.isfinite())
             yield flat
+        checked(values, batch, torch.cat(taken))
+
+
+class SplitCheck:
+    """Compares losses of examples taken apart with those of the whole batch, once per way of taking one apart.
+
+    A tensor belongs to the examples if its first dimension is the batch's size. One that all examples share may have
+    that size by chance (a T × T mask in a last batch of T examples), and cutting it up would give wrong gradients.
+    """
+
+    def __init__(self, task: Task, function: PerExample) -> None:
+        self.task, self.function = task, function
+        self.seen: set[tuple[bool, ...]] = set()
+
+    def __call__(self, values: Any, batch: Batch, losses: Tensor) -> None:
+        """Check a batch unless its tensors are told apart in a way that has been checked."""
+        ways = tuple(is_per_example(tensor, len(batch)) for tensor in tensors_of(values))
+        if ways in self.seen:
+            return
+        self.seen.add(ways)
+        together = self.function(self.task.params, values)
+        gap = float((losses - together).abs().max() / together.abs().max().clamp_min(1e-6))
+        if gap > _SPLIT_TOL:
+            raise TaskError(
+                f"The losses of the batch from row {batch.rows[0]} on change by {gap:.2g} of their size when its "
+                f"{len(batch)} examples are taken one at a time. Either they depend on each other, or a tensor that "
+                f"all share has {len(batch)} as its first dimension: give it a leading dimension of 1."
+            )
 
 
 def first_working(candidates: tuple, run: Callable[[Any, Any, int], Any], values: Any, size: int) -> Any:
