@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import eigentrace as et
+from eigentrace.curvature import Curvature, Form, working_form
+from eigentrace.data import as_data
 from eigentrace.errors import TaskError
 from models import CASES, make
 
@@ -59,6 +61,23 @@ def test_bf16_autocast_runs_a_transformer_in_every_path():
     batches = [(x.float(), y) for x, y in case.batches]
     full, half = (et.Arnoldi(steps=40, keep=8, precision=p).fit(task, batches) for p in ("fp32", "bf16"))
     assert torch.allclose(full.spectrum.eigenvalues, half.spectrum.eigenvalues, rtol=0.1)
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+@pytest.mark.parametrize("name", CASES)
+def test_bf16_autocast_keeps_forward_mode(name, kind):
+    # A backward pass inside autocast fails on mixed types and falls back to the slower form.
+    case = make(name)
+    task = on_gpu(case.task)
+    task = et.Task(task.model.float(), outputs=task._outputs, output_loss=task._output_loss)
+    batch = task.place(to_float(case.batches[0]))
+    curvature = Curvature(task, as_data([batch]), None, kind, "bf16")
+    with task.session():
+        assert working_form(curvature, batch) is Form.FORWARD
+
+
+def to_float(batch):
+    return tuple(t.float() if t.is_floating_point() else t for t in batch)
 
 
 def test_save_and_load_across_devices(tmp_path):

@@ -182,9 +182,8 @@ class Curvature:
         return total / self.num_examples + layout.flatten(penalty, batch_dims=v.ndim - 1)
 
     def _product(self, tangents: Values, batch: Any) -> Values:
-        product = _PRODUCTS[self.kind, self.form]
-        with torch.autocast(self.task.layout.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            return product(self.task, self.task.params, tangents, batch)
+        task = self.task.in_bf16() if self.precision == "bf16" else self.task
+        return _PRODUCTS[self.kind, self.form](task, task.params, tangents, batch)
 
     def _many(self, tangents: Values, batch: Any) -> Values:
         if self.form is Form.FORWARD:

@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class Task:
         self.coverage: Coverage = coverage_of(self.model, self.params)
         self.l2 = match_values({n: a for _, a in aliases_of(self.model) if (n := a[0]) in self.params}, l2, "l2")
         self._fixed: dict[str, Tensor] = {}
-        self._double = False
+        self._double = self._bf16 = False
         self._seal: Seal | None = None
         self._is_own = True  # whether params are the model's own tensors
 
@@ -187,9 +187,18 @@ class Task:
         own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         return own | self._fixed | self.params
 
+    def in_bf16(self) -> "Task":
+        """Return this task with the model evaluated under bfloat16 autocast; derivatives follow its types."""
+        other = copy.copy(self)
+        other._bf16 = True
+        return other
+
     def _call(self, function: ModelFunction, values: Values, batch: Any) -> Any:
         swapped = {f"model.{name}": value for name, value in (self._fixed | dict(values)).items()}
-        return functional_call(_Caller(self.model), swapped, (function, batch))
+        # Around the model only: a backward pass inside autocast would round gradients that others expect in float32.
+        casting = torch.autocast(self.layout.device.type, torch.bfloat16) if self._bf16 else nullcontext()
+        with casting:
+            return functional_call(_Caller(self.model), swapped, (function, batch))
 
 
 def _per_example(losses: Any, what: str) -> Tensor:
