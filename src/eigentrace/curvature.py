@@ -182,8 +182,15 @@ class Curvature:
         return total / self.num_examples + layout.flatten(penalty, batch_dims=v.ndim - 1)
 
     def _product(self, tangents: Values, batch: Any) -> Values:
-        task = self.task.in_bf16() if self.precision == "bf16" else self.task
-        return _PRODUCTS[self.kind, self.form](task, task.params, tangents, batch)
+        product = _PRODUCTS[self.kind, self.form]
+        if self.precision == "fp32":
+            return product(self.task, self.task.params, tangents, batch)
+        if self.form is Form.REVERSE:
+            return product(self.task.in_bf16(), self.task.params, tangents, batch)
+        # Under torch.func autocast acts below the transforms, which never see its casts: the backward half must run
+        # inside it too. Some models still meet mixed types (attention), and take the other form.
+        with torch.autocast(self.task.layout.device.type, torch.bfloat16, cache_enabled=False):
+            return product(self.task, self.task.params, tangents, batch)
 
     def _many(self, tangents: Values, batch: Any) -> Values:
         if self.form is Form.FORWARD:

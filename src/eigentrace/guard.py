@@ -51,7 +51,8 @@ def prepared(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         for kind in {"cpu", next(model.parameters()).device.type}:
             # The caller's autocast is not ours: `precision` says where numbers may be rounded.
-            stack.enter_context(torch.autocast(kind, enabled=False))
+            # Its cache of cast weights is off: nested contexts never clear it, and it grew with every product.
+            stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
         # vmap says once per operation that it falls back to a loop: true, slow, and nothing the caller can act on.
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="There is a performance drop")

@@ -195,8 +195,12 @@ class Task:
 
     def _call(self, function: ModelFunction, values: Values, batch: Any) -> Any:
         swapped = {f"model.{name}": value for name, value in (self._fixed | dict(values)).items()}
-        # Around the model only: a backward pass inside autocast would round gradients that others expect in float32.
-        casting = torch.autocast(self.layout.device.type, torch.bfloat16) if self._bf16 else nullcontext()
+        # Around the model only, as in training: backward passes follow the types they find.
+        casting = (
+            torch.autocast(self.layout.device.type, torch.bfloat16, cache_enabled=False)
+            if self._bf16
+            else nullcontext()
+        )
         with casting:
             return functional_call(_Caller(self.model), swapped, (function, batch))
 
