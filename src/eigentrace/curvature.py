@@ -12,6 +12,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 from eigentrace.data import Data
 from eigentrace.errors import InputError, UnsupportedError
+from eigentrace.fallback import first_supported
 from eigentrace.task import Task, Values
 
 Kind = Literal["auto", "hessian", "gauss-newton"]
@@ -207,22 +208,11 @@ class Curvature:
 
 def working_form(curvature: Curvature, batch: Any) -> Form:
     """Find the form the model supports by trying each on one batch."""
-    probe = torch.ones(
-        curvature.task.layout.numel, dtype=curvature.task.layout.dtype, device=curvature.task.layout.device
-    )
-    failures = []
-    for form in Form:
-        trial = replace(curvature, form=form)
-        try:
-            trial.product_on(probe, batch)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, NotImplementedError) as error:
-            failures.append(f"{form.value}: {error}")
-        else:
-            return form
-    raise UnsupportedError(
-        f"{type(curvature.task.model).__name__} cannot be differentiated twice. "
-        + " | ".join(failures)
-        + " | Replace operations without derivatives; for Hugging Face models load with attn_implementation='eager'."
+    probe = torch.ones_like(curvature.task.vector)
+    return first_supported(
+        Form,
+        lambda form: replace(curvature, form=form).product_on(probe, batch),
+        lambda form: form.value,
+        f"{type(curvature.task.model).__name__} cannot be differentiated twice. {{}} | Replace operations without "
+        "derivatives; for Hugging Face models load with attn_implementation='eager'.",
     )

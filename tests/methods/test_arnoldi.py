@@ -151,7 +151,8 @@ def test_eigenvalues_match_the_dense_curvature(cases):
 def test_too_few_steps_are_told(problem):
     task, data = problem
     with pytest.warns(ConvergenceWarning, match=re.escape("Raise `steps` or lower `keep`")):
-        et.Arnoldi(steps=12, keep=12).fit(task, data)
+        fitted = et.Arnoldi(steps=12, keep=12).fit(task, data)
+    assert fitted.spectrum.converged is False
 
 
 def test_layers_are_restricted_by_one_argument(cases):

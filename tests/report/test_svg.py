@@ -82,7 +82,8 @@ def test_histogram_puts_zero_and_less_aside():
 
 @pytest.mark.parametrize("scores", [np.full(4, 2.0), np.full(4, -2.0), np.array([1e-300, 1.0, 1e300, 2.0])])
 def test_histogram_of_extreme_scores(scores):
-    ET.fromstring(histogram_svg(scores, np.array([True, False, True, False])))
+    drawing = ET.fromstring(histogram_svg(scores, np.array([True, False, True, False])))
+    assert drawing.tag.endswith("svg")
 
 
 def test_histogram_of_one_kind_only():

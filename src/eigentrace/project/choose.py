@@ -8,7 +8,8 @@ from torch import Tensor
 
 from eigentrace.batch import is_per_example, select, tensors_of
 from eigentrace.data import Batch, Data
-from eigentrace.errors import NumericalError, TaskError, UnsupportedError
+from eigentrace.errors import NumericalError, TaskError
+from eigentrace.fallback import first_supported
 from eigentrace.progress import track
 from eigentrace.project.engine import Engine, Job, PerExample, Projection, examples_at_once
 from eigentrace.project.forward import forward
@@ -44,7 +45,7 @@ def project(job: Job, data: Data, description: str = "Projecting gradients") -> 
     for batch in track(data.batches(), description, len(data), len):
         values = job.task.place(batch.values)
         if engine is None:
-            engine = first_working(preferred(job), lambda e, v, n: e(job, v, n), values, len(batch))
+            engine = _first_working(preferred(job), lambda e, v, n: e(job, v, n), values, len(batch))
         projection = engine(job, values, len(batch))
         _check(batch, projection)
         checked(values, batch, projection.losses)
@@ -59,7 +60,7 @@ def gradients(task: Task, function: PerExample, data: Data) -> Iterator[Tensor]:
         values = task.place(batch.values)
         if take is None:
             candidates = (vmapped_gradients, single_gradients)
-            take = first_working(candidates, lambda t, v, n: list(t(task, function, v, n)), values, len(batch))
+            take = _first_working(candidates, lambda t, v, n: list(t(task, function, v, n)), values, len(batch))
         taken = []
         for found, losses in take(task, function, values, len(batch)):
             taken.append(losses)
@@ -97,21 +98,16 @@ class SplitCheck:
             )
 
 
-def first_working(candidates: tuple, run: Callable[[Any, Any, int], Any], values: Any, size: int) -> Any:
+def _first_working(candidates: tuple, run: Callable[[Any, Any, int], Any], values: Any, size: int) -> Any:
     """Try each candidate on at most two examples and return the first that the model supports."""
     small = min(size, 2)
     part = select(values, slice(0, small), size)
-    failures = []
-    for candidate in candidates:
-        try:
-            run(candidate, part, small)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, NotImplementedError) as error:
-            failures.append(f"{candidate.__name__}: {error}")
-        else:
-            return candidate
-    raise UnsupportedError("No engine can differentiate this model per example. " + " | ".join(failures))
+    return first_supported(
+        candidates,
+        lambda candidate: run(candidate, part, small),
+        lambda candidate: candidate.__name__,
+        "No engine can differentiate this model per example. {}",
+    )
 
 
 def check_losses(batch: Batch, losses: Tensor) -> None:
