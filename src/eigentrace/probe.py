@@ -33,7 +33,7 @@ def check_task(task: Task, data: Data) -> None:
         )
     batch = task.place(first.values)
     losses = _losses_leaving_model_alone(task, batch)
-    _check_losses(losses, first.rows)
+    check_losses(losses, first.rows)
     _check_repeatable(task, batch, losses)
     _check_independent(task, batch, losses)
     _check_gradient(task, batch, losses)
@@ -84,13 +84,14 @@ def _check_sample(curvature: Curvature) -> None:
     rows = np.arange(len(curvature.data)) if curvature.rows is None else curvature.rows
     for batch in track(curvature.batches(), "Checking losses"):
         losses = task.losses(task.params, batch)
-        _check_losses(losses, rows[start : start + len(losses)])
+        check_losses(losses, rows[start : start + len(losses)])
         start += len(losses)
     if start != len(rows):
         raise TaskError(f"The loss returned {start} numbers for {len(rows)} examples. It must return one per example.")
 
 
-def _check_losses(losses: Tensor, rows: np.ndarray) -> None:
+def check_losses(losses: Tensor, rows: np.ndarray) -> None:
+    """Check that a loss gave one finite number for each of these rows."""
     if len(losses) != len(rows):
         raise TaskError(
             f"The loss returned {len(losses)} numbers for a batch of {len(rows)} examples. It must return one per "

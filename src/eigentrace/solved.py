@@ -12,8 +12,9 @@ from eigentrace.data import Data
 from eigentrace.distill import Spectrum
 from eigentrace.errors import UnsupportedError
 from eigentrace.fitted import Fitted, over
+from eigentrace.probe import check_losses
 from eigentrace.progress import track
-from eigentrace.project import Job, check_losses, gradients, in_chunks, project
+from eigentrace.project import Job, gradients, in_chunks, project
 from eigentrace.project.engine import memory_budget
 from eigentrace.rows import DenseRows
 from eigentrace.task import Task
@@ -102,7 +103,7 @@ class LossFit(RowlessFit):
         with self.task.session():
             for batch in track(data.batches(), "Loss", len(data), len):
                 losses = self.task.losses(self.task.params, self.task.place(batch.values))
-                check_losses(batch, losses)
+                check_losses(losses, batch.rows)
                 scores[batch.rows] = losses.to(scores)
         return scores
 

@@ -10,6 +10,7 @@ from eigentrace.batch import is_per_example, select, tensors_of
 from eigentrace.data import Batch, Data
 from eigentrace.errors import NumericalError, TaskError
 from eigentrace.fallback import first_supported
+from eigentrace.probe import check_losses
 from eigentrace.progress import track
 from eigentrace.project.engine import Engine, Job, PerExample, Projection, examples_at_once
 from eigentrace.project.forward import forward
@@ -110,19 +111,8 @@ def _first_working(candidates: tuple, run: Callable[[Any, Any, int], Any], value
     )
 
 
-def check_losses(batch: Batch, losses: Tensor) -> None:
-    """Check that a loss gave one finite number per example."""
-    if len(losses) != len(batch):
-        raise TaskError(
-            f"The loss returned {len(losses)} numbers for a batch of {len(batch)} examples; it must return one per "
-            "example."
-        )
-    if not losses.isfinite().all():
-        raise _not_finite(batch, losses.isfinite())
-
-
 def _check(batch: Batch, projection: Projection) -> None:
-    check_losses(batch, projection.losses)
+    check_losses(projection.losses, batch.rows)
     good = projection.features.isfinite().all(dim=1)
     if projection.square_norms is not None:
         good &= projection.square_norms.isfinite()
