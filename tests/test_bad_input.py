@@ -130,7 +130,7 @@ def test_nan_loss_at_scoring_names_the_row(method):
     x, y = examples(20)
     x[17] = torch.nan
     data = et.Data(TensorDataset(x, y), batch_size=6)
-    with pytest.raises(NumericalError, match=r"loss or its gradient is not finite for 1 examples \(first: row 17\)"):
+    with pytest.raises(NumericalError, match=r"The loss is not finite for 1 examples of a batch \(first: row 17\)"):
         fitted.self_influence(data)
     with pytest.raises(NumericalError, match="first: row 17"):
         fitted.influence(examples(), data)

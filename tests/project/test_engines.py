@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import eigentrace as et
 from eigentrace.data import as_data
-from eigentrace.errors import TaskError, UnsupportedError
+from eigentrace.errors import NumericalError, TaskError, UnsupportedError
 from eigentrace.project import Job, gradients, in_chunks, project
 from eigentrace.project import choose as choosing
 from eigentrace.project.forward import forward
@@ -181,3 +181,11 @@ def test_a_shared_tensor_of_the_batch_size_is_told_and_not_cut_up():
         fitted.self_influence(data)
     with pytest.raises(TaskError, match="from row 16 on change by"):
         fitted.influence([next(data.batches()).values], data)
+
+
+def test_a_bad_row_is_named_when_examples_go_one_by_one():
+    x, y = torch.randn(6, 3), torch.randint(0, 2, (6,))
+    task = et.classification(_Branching())
+    x[4] = torch.nan
+    with task.session(), pytest.raises(NumericalError, match="first: row 4"):
+        list(gradients(task, task.losses, as_data([(x, y)])))

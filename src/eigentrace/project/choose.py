@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,12 +63,13 @@ def gradients(task: Task, function: PerExample, data: Data) -> Iterator[Tensor]:
         if take is None:
             candidates = (vmapped_gradients, single_gradients)
             take = _first_working(candidates, lambda t, v, n: list(t(task, function, v, n)), values, len(batch))
-        taken = []
+        taken: list[Tensor] = []
         for found, losses in take(task, function, values, len(batch)):
+            rows = batch.rows[sum(map(len, taken)) :][: len(losses)]
             taken.append(losses)
+            check_losses(losses, rows)
             flat = task.layout.flatten(found, batch_dims=1)
-            if not (flat.isfinite().all() and losses.isfinite().all()):
-                raise _not_finite(batch, flat.isfinite().all(dim=1) & losses.isfinite())
+            _check_finite(flat.isfinite().all(dim=1), rows)
             yield flat
         checked(values, batch, torch.cat(taken))
 
@@ -116,16 +118,16 @@ def _check(batch: Batch, projection: Projection) -> None:
     good = projection.features.isfinite().all(dim=1)
     if projection.square_norms is not None:
         good &= projection.square_norms.isfinite()
-    if not good.all():
-        raise _not_finite(batch, good)
+    _check_finite(good, batch.rows)
 
 
-def _not_finite(batch: Batch, good: Tensor) -> NumericalError:
-    bad = batch.rows[: len(good)][~good.cpu().numpy()]
-    return NumericalError(
-        f"The loss or its gradient is not finite for {len(bad)} examples (first: row {bad[0]}). Check the inputs and "
-        "labels of that row."
-    )
+def _check_finite(good: Tensor, rows: np.ndarray) -> None:
+    bad = rows[~good.cpu().numpy()]
+    if len(bad):
+        raise NumericalError(
+            f"The loss is finite but its gradient is not for {len(bad)} examples (first: row {bad[0]}). Check the "
+            "inputs of that row."
+        )
 
 
 def in_chunks(parts: Iterator[Tensor], budget: int) -> Iterator[Tensor]:
