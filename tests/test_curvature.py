@@ -10,10 +10,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from eigentrace.curvature import Curvature, Form, hessian_forward, working_form
+from eigentrace.curvature import Curvature, working_form
 from eigentrace.data import as_data
 from eigentrace.errors import PrecisionWarning, UnsupportedError
 from eigentrace.probe import check_curvature
+from eigentrace.products import Form, hessian_forward
 from models import CASES, dense_hessian
 
 # Two float64 derivations of the same matrix differ by rounding only.
@@ -211,7 +212,7 @@ def test_several_outputs_work_forward_and_are_refused_backward():
 
     batch = torch.randn(5, 3)
     task = et.Task(Two(), outputs=lambda m, b: m(b), output_loss=output_loss)
-    curvature = Curvature(task, et.Data.from_batches([batch]), None, "gauss-newton")
+    curvature = Curvature(task, et.Data.from_batches([batch]), None, "gauss-newton", form=Form.FORWARD)
     with task.session():
         assert curvature.matvec(torch.ones(task.layout.numel)).isfinite().all()
         with pytest.raises(UnsupportedError, match="outputs of type tuple need forward mode"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eigentrace.errors import InputError, NumericalError
-from eigentrace.krylov import Basis, Ending, Vectors, arnoldi, lanczos, ritz
+from eigentrace.krylov import Basis, Ending, arnoldi, lanczos, ritz
 
 ITERATIONS = [arnoldi, lanczos]
 
@@ -109,19 +109,6 @@ def test_host_basis_gives_the_same_numbers():
     A = symmetric(decaying(), torch.float32)
     here, host = (lanczos(A.matmul, start_of(A), 30, basis=Basis(place=p)) for p in ("device", "host"))
     assert torch.equal(here.projected, host.projected)
-
-
-def test_chunked_products_match_direct_ones(monkeypatch):
-    monkeypatch.setattr("eigentrace.krylov._CHUNK_NUMBERS", 50)
-    vectors = Vectors(8, torch.zeros(37), Basis(dtype="bf16"))
-    for i in range(8):
-        vectors.put(i, torch.randn(37))
-    stored, w = vectors.store.float(), torch.randn(37)
-    assert torch.allclose(vectors.dots(8, w), stored @ w, atol=1e-5)
-    coefficients = torch.randn(3, 8)
-    assert torch.allclose(vectors.combine(coefficients), coefficients @ stored, atol=1e-5)
-    vectors.mix(coefficients)
-    assert torch.allclose(vectors.store[:3].float(), coefficients @ stored, atol=0.1)
 
 
 @pytest.mark.parametrize("iteration", ITERATIONS)

@@ -91,7 +91,7 @@ def test_the_form_that_works_is_settled():
             return g * ctx.saved_tensors[0].cos()
 
     task = et.Task(net(), lambda m, b: cross_entropy(lambda x: NoForwardMode.apply(m(x)), b))
-    assert checked(curvature_of(et.classification(net()))).form is Form.FORWARD
+    assert checked(curvature_of(et.classification(net()))).form is Form.DUAL
     assert checked(curvature_of(task)).form is Form.REVERSE
 
 

@@ -177,6 +177,19 @@ class Data:
         """Yield all examples in order, or those of the given ascending rows."""
         return self._source.read(rows)
 
+    @property
+    def can_rebatch(self) -> bool:
+        """Tell whether batches are collated here, so that their size is ours to choose."""
+        return isinstance(self._source, _Examples)
+
+    def rebatched(self, batch_size: int) -> "Data":
+        """Return the same examples in batches of another size; batches that somebody else made stay as they are."""
+        if not isinstance(self._source, _Examples):
+            return self
+        other = Data.__new__(Data)
+        other._set(_Examples(self._source.dataset, self._source.collate, batch_size, self._source.workers), self.ids)
+        return other
+
     def sample(self, size: int, generator: torch.Generator) -> np.ndarray:
         """Draw `size` different rows (all of them if there are fewer), ascending."""
         if size >= len(self):

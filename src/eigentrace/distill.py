@@ -44,12 +44,16 @@ class Spectrum:
 class Distilled:
     """The kept eigenvectors as rows, with their spectrum."""
 
-    directions: Tensor  # G (K, P), orthonormal
+    directions: Tensor  # G (K, P), orthonormal, in the type and place of the basis
     spectrum: Spectrum
 
 
 def distill(krylov: Krylov, keep: int) -> Distilled:
-    """Keep the `keep` Ritz pairs of largest |λ| (fewer if the matrix has a smaller rank)."""
+    """Keep the `keep` Ritz pairs of largest |λ| (fewer if the matrix has a smaller rank).
+
+    The basis is used up: its vectors are turned into the eigenvectors where they lie, since a large model's do not fit
+    in memory twice.
+    """
     theta, S, residuals = ritz(krylov)
     # Pairs at rounding level of the largest are zero eigenvalues: dividing by them would amplify noise.
     zero = 10 * torch.finfo(krylov.vectors.working).eps * theta[0].abs()
@@ -59,8 +63,9 @@ def distill(krylov: Krylov, keep: int) -> Distilled:
             "The curvature is zero to working precision: the model fits every example of the sample exactly, or the "
             "loss does not bend in the selected parameters. Use more examples, or a gradient method such as TracIn."
         )
-    directions = krylov.vectors.combine(S[:, :count].T)
-    directions = with_fixed_signs(_orthonormal(directions))
+    vectors = krylov.vectors
+    vectors.mix(_orthonormal(S[:, :count].T, vectors.gram(krylov.size)))
+    directions = with_fixed_signs(vectors.release(count))
     spectrum = Spectrum(
         eigenvalues=theta[:count].clone(),
         residuals=None if residuals is None else residuals[:count].clone(),
@@ -77,14 +82,14 @@ def with_fixed_signs(directions: Tensor) -> Tensor:  # (K, P) -> (K, P), in plac
     return directions
 
 
-def _orthonormal(rows: Tensor) -> Tensor:
-    gram = (rows @ rows.T).double()
-    if (gram - torch.eye(len(rows), dtype=gram.dtype, device=gram.device)).abs().max() < _GRAM_TOL:
-        return rows
+def _orthonormal(coefficients: Tensor, gram: Tensor) -> Tensor:  # (K, m), (m, m) -> (K, m)
+    """Correct combinations of vectors, whose inner products are given, so that they come out orthonormal."""
+    products = coefficients @ gram @ coefficients.T
+    if (products - torch.eye(len(products), dtype=gram.dtype)).abs().max() < _GRAM_TOL:
+        return coefficients
     # Symmetric (Löwdin) orthonormalisation: the nearest orthonormal rows, so no eigenvector is favoured.
-    values, vectors = torch.linalg.eigh(gram)
-    inverse_root = (vectors / values.sqrt()) @ vectors.T
-    return inverse_root.to(rows.dtype) @ rows
+    values, vectors = torch.linalg.eigh(products)
+    return (vectors / values.sqrt()) @ vectors.T @ coefficients
 
 
 @dataclass(frozen=True)

@@ -43,3 +43,7 @@ class ConvergenceWarning(EigentraceWarning):
 
 class PrecisionWarning(EigentraceWarning):
     """Numbers are less exact than the caller may expect."""
+
+
+class MemoryLimitError(EigentraceError, RuntimeError):
+    """One example does not fit in memory."""

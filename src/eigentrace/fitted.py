@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from eigentrace.compute import Compute
 from eigentrace.data import Data, as_data
 from eigentrace.distill import Spectrum
 from eigentrace.errors import InputError, NumericalError, UnsupportedError
@@ -27,22 +28,32 @@ class Fitted(ABC):
     has_curvature: bool
     """Only scores with curvature estimate a change of loss, and so have a unit."""
 
-    def self_influence(self, data: Any, *, normalize: Normalize = None, unit: Unit = None) -> Tensor:  # (N,)
+    def self_influence(
+        self, data: Any, *, normalize: Normalize = None, unit: Unit = None, compute: Compute | None = None
+    ) -> Tensor:  # (N,)
         """Score each example against itself: high for outliers, wrong labels and memorised examples.
 
         Args:
             data: The examples, in any of the forms `fit` takes.
             normalize: None, or "gradient" to scale each gradient to unit length first.
             unit: None, or "nats" to divide by the number of training examples.
+            compute: Engine, precision, memory and batch size of the pass.
         """
-        data = as_data(data)
+        data, compute = as_data(data), checked_compute(compute)
         self._check(normalize, unit)
         if normalize == "metric":
             raise InputError("Self-influence normalised in the metric is 1 for every example: use 'gradient' or None.")
-        return self._self(data, queries=False, unit_gradients=normalize == "gradient") / self._divisor(unit)
+        scores = self._self(data, queries=False, unit_gradients=normalize == "gradient", compute=compute)
+        return scores / self._divisor(unit)
 
     def influence(
-        self, train: Any, queries: Any, *, normalize: Normalize = None, unit: Unit = None
+        self,
+        train: Any,
+        queries: Any,
+        *,
+        normalize: Normalize = None,
+        unit: Unit = None,
+        compute: Compute | None = None,
     ) -> Tensor:  # (Q, N)
         """Score every training example against every query, exactly.
 
@@ -51,18 +62,19 @@ class Fitted(ABC):
             queries: The examples asked about; measured by the task's `measurement` if it has one.
             normalize: None, "gradient" (every gradient to unit length) or "metric" (cosine in the H⁻¹ metric).
             unit: None, or "nats": the predicted change of the query's loss when the example is removed.
+            compute: Engine, precision, memory and batch size of the passes.
         """
-        train, queries = as_data(train), as_data(queries)
+        train, queries, compute = as_data(train), as_data(queries), checked_compute(compute)
         self._check(normalize, unit)
-        scores = self._cross(train, queries, unit_gradients=normalize == "gradient")
+        scores = self._cross(train, queries, unit_gradients=normalize == "gradient", compute=compute)
         if normalize == "metric":
-            of_train = self._self(train, queries=False, unit_gradients=False)
-            of_queries = self._self(queries, queries=True, unit_gradients=False)
+            of_train = self._self(train, queries=False, unit_gradients=False, compute=compute)
+            of_queries = self._self(queries, queries=True, unit_gradients=False, compute=compute)
             scores = _cosine(scores, of_queries, of_train)
         return scores / self._divisor(unit)
 
     @abstractmethod
-    def features(self, data: Any, *, queries: bool = False) -> Tensor:  # (N, K)
+    def features(self, data: Any, *, queries: bool = False, compute: Compute | None = None) -> Tensor:  # (N, K)
         """Project each example's gradient on the rows: φ(x) = G·∇L(x)."""
 
     @abstractmethod
@@ -84,10 +96,10 @@ class Fitted(ABC):
         """Tell whether every self-influence is positive by construction."""
 
     @abstractmethod
-    def _self(self, data: Data, *, queries: bool, unit_gradients: bool) -> Tensor: ...
+    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor: ...
 
     @abstractmethod
-    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool) -> Tensor: ...
+    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool, compute: Compute) -> Tensor: ...
 
     def _check(self, normalize: Normalize, unit: Unit) -> None:
         if normalize not in (None, "gradient", "metric"):
@@ -110,6 +122,13 @@ class Fitted(ABC):
 
     def _divisor(self, unit: Unit) -> int:
         return self.num_train if unit == "nats" else 1
+
+
+def checked_compute(compute: Compute | None) -> Compute:
+    """Return the settings of a pass, the default ones if none are given."""
+    if compute is not None and not isinstance(compute, Compute):
+        raise InputError(f"compute must be an eigentrace.Compute, got {compute!r}.")
+    return compute or Compute()
 
 
 def over(scores: Tensor, sizes: Tensor) -> Tensor:

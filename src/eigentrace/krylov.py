@@ -3,18 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from eigentrace.basis import Basis, Vectors
 from eigentrace.errors import InputError, NumericalError
 from eigentrace.progress import track
 
 Matvec = Callable[[Tensor], Tensor]
-
-# Chunks of the basis that are brought to the working precision (and device) at a time: 64 MiB of float32.
-_CHUNK_NUMBERS = 1 << 24
 
 
 class Ending(Enum):
@@ -23,101 +20,6 @@ class Ending(Enum):
     ALL_STEPS = "ran all its steps"
     WHOLE_SPACE = "the basis spans all P dimensions: the decomposition is complete"
     INVARIANT = "the rest of the space has no curvature: every nonzero eigenvalue was found, more steps add nothing"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Basis:
-    """How the Krylov vectors are held."""
-
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """fp32 follows the parameters (fp64 for float64 models); bf16 halves the memory at about 1e-4 in eigenvalues."""
-    place: Literal["device", "host"] = "device"
-    """Where the vectors live: beside the model, or in host memory."""
-    max_vectors: int | None = None
-    """Restart when this many are held (Lanczos only); None holds one per step."""
-    restart_keep: int | None = None
-    """Ritz vectors carried over a restart; 60% of max_vectors if None."""
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ("fp32", "bf16"):
-            raise InputError(f"Basis dtype must be 'fp32' or 'bf16', got {self.dtype!r}.")
-        if self.place not in ("device", "host"):
-            raise InputError(f"Basis place must be 'device' or 'host', got {self.place!r}.")
-        if self.max_vectors is not None and self.max_vectors < 3:
-            raise InputError(f"Basis max_vectors must be at least 3, got {self.max_vectors}.")
-        if self.restart_keep is not None and not 1 <= self.restart_keep < (self.max_vectors or 0):
-            raise InputError(
-                f"Basis restart_keep must lie between 1 and max_vectors - 1, got {self.restart_keep} with "
-                f"max_vectors={self.max_vectors}."
-            )
-
-    @property
-    def carried(self) -> int:
-        """Ritz vectors kept at a restart."""
-        limit = self.max_vectors or 0
-        return self.restart_keep or max(1, min(limit - 2, round(0.6 * limit)))
-
-
-class Vectors:
-    """Rows of P numbers, stored in one type and place, multiplied in another.
-
-    Dot products accumulate in the working type (float32 or float64) whatever the storage.
-    """
-
-    def __init__(self, count: int, like: Tensor, basis: Basis) -> None:
-        self.working, self.device = like.dtype, like.device
-        dtype = torch.bfloat16 if basis.dtype == "bf16" else like.dtype
-        device = like.device if basis.place == "device" else torch.device("cpu")
-        self.store = torch.empty(count, like.numel(), dtype=dtype, device=device)
-        self._direct = dtype == like.dtype and device == like.device
-
-    def get(self, index: int) -> Tensor:  # (P,)
-        """Return one vector in the working type."""
-        return self.store[index].to(self.device, self.working)
-
-    def put(self, index: int, vector: Tensor) -> float:
-        """Store a vector and return the norm of what rounding lost."""
-        self.store[index] = vector.to(self.store.device, self.store.dtype)
-        return 0.0 if self._direct else float((self.get(index) - vector).norm())
-
-    def dots(self, count: int, w: Tensor) -> Tensor:  # (P,) -> (count,)
-        """Multiply the first `count` vectors with w."""
-        if self._direct:
-            return self.store[:count] @ w
-        total = torch.zeros(count, dtype=self.working, device=self.device)
-        for start, stop in self._chunks(count):
-            total += self._part(count, start, stop) @ w[start:stop]
-        return total
-
-    def combine(self, coefficients: Tensor) -> Tensor:  # (k, count) -> (k, P)
-        """Form k linear combinations of the first `count` vectors."""
-        coefficients = coefficients.to(self.device, self.working)
-        count = coefficients.shape[-1]
-        if self._direct:
-            return coefficients @ self.store[:count]
-        result = torch.empty(*coefficients.shape[:-1], self.store.shape[1], dtype=self.working, device=self.device)
-        for start, stop in self._chunks(count):
-            result[..., start:stop] = coefficients @ self._part(count, start, stop)
-        return result
-
-    def mix(self, coefficients: Tensor) -> Tensor:  # (k, count) -> (k,)
-        """Replace the first k vectors by combinations of the first `count`; return the norms of what rounding lost."""
-        k, count = coefficients.shape
-        coefficients = coefficients.to(self.device, self.working)
-        lost = torch.zeros(k, dtype=torch.float64, device="cpu")
-        for start, stop in self._chunks(count):
-            mixed = coefficients @ self._part(count, start, stop)
-            self.store[:k, start:stop] = mixed.to(self.store.device, self.store.dtype)
-            lost += (self._part(k, start, stop) - mixed).square().sum(dim=1).double().cpu()
-        return lost.sqrt()
-
-    def _chunks(self, count: int) -> list[tuple[int, int]]:
-        total = self.store.shape[1]
-        width = max(1, _CHUNK_NUMBERS // max(count, 1))
-        return [(start, min(start + width, total)) for start in range(0, total, width)]
-
-    def _part(self, count: int, start: int, stop: int) -> Tensor:
-        return self.store[:count, start:stop].to(self.device, self.working)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from eigentrace.batch import select, tensors_of
-from eigentrace.curvature import Curvature, gradient, working_form
+from eigentrace.curvature import Curvature, working_form
 from eigentrace.data import Batch, Data
 from eigentrace.errors import DeterminismError, NumericalError, PrecisionWarning, TaskError
+from eigentrace.products import gradient
 from eigentrace.progress import track
 from eigentrace.task import Task
 

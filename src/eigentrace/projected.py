@@ -13,20 +13,21 @@ from torch import Tensor
 
 from eigentrace import artifact
 from eigentrace.checkpoints import Checkpoint
+from eigentrace.compute import Compute
 from eigentrace.data import Data, as_data
 from eigentrace.distill import DELTA_FLOOR, Cut, Distilled, Spectrum, Tail, Weights, weigh
 from eigentrace.errors import InputError, MismatchError, PrecisionWarning, UnsupportedError
-from eigentrace.fitted import Fitted, over
+from eigentrace.fitted import Fitted, checked_compute, over
 from eigentrace.krylov import Ending
 from eigentrace.project import Job, gradients, in_chunks, project
-from eigentrace.project.engine import memory_budget
-from eigentrace.rows import DenseRows, Rows, StackedRows, UnitRows
+from eigentrace.rows import DenseRows, Rows, StackedRows, UnitRows, apply
 from eigentrace.settings import plain
 from eigentrace.task import Task
 from eigentrace.vector import Layout
 from eigentrace.version import __version__
 
 Same = Literal["same"]
+What = Literal["losses", "measurements"]
 
 
 @dataclass(frozen=True)
@@ -120,15 +121,16 @@ class ProjectedFit(Fitted):
                 stacklevel=3,
             )
 
-    def features(self, data: Any, *, queries: bool = False) -> Tensor:  # (N, K)
+    def features(self, data: Any, *, queries: bool = False, compute: Compute | None = None) -> Tensor:  # (N, K)
         """Project each example's gradient on the rows of every block, side by side."""
-        data = as_data(data)
+        data, compute = as_data(data), checked_compute(compute)
         if not sum(block.rows.count for block in self.blocks):
             raise UnsupportedError(
                 f"{self.method['name']} scores by full gradients and has no features. Use RandProj over the same "
                 "parameters for K numbers per example."
             )
-        return torch.cat([self._block_features(block, data, queries=queries) for block in self.blocks], dim=1)
+        what: What = "measurements" if queries else "losses"
+        return torch.cat([self._block_features(block, data, what, compute) for block in self.blocks], dim=1)
 
     def save(self, path: str | Path) -> None:
         """Write the fit to a new directory, to be read back by `eigentrace.load`."""
@@ -161,13 +163,14 @@ class ProjectedFit(Fitted):
         records = [{"identity": block.identity, "state": block.state is not None} for block in self.blocks]
         return {"blocks": records}, files
 
-    def _self(self, data: Data, *, queries: bool, unit_gradients: bool) -> Tensor:
+    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
+        what: What = "measurements" if queries else "losses"
         total = torch.zeros(len(data), dtype=self.task.layout.dtype, device="cpu")
         for block in self.blocks:
             with self._at(block) as task:
-                function = task.measurements if queries else task.losses
                 norms = unit_gradients or block.identity != 0
-                for batch, found in project(Job(task, function, block.rows, norms), data, "Self-influence"):
+                job = Job.of(task, what, block.rows, norms, compute)
+                for batch, found in project(job, data, "Self-influence"):
                     weights = block.weights.to(found.features)
                     scores = found.features.square() @ weights
                     if norms:
@@ -177,14 +180,14 @@ class ProjectedFit(Fitted):
                     total[batch.rows] += scores.cpu()
         return total
 
-    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool) -> Tensor:
+    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool, compute: Compute) -> Tensor:
         total = torch.zeros(len(queries), len(train), dtype=self.task.layout.dtype, device="cpu")
         for block in self.blocks:
             with self._at(block) as task:
                 start = 0
-                for asked in self._questions(block, task, queries, unit_gradients):
+                for asked in self._questions(block, task, queries, unit_gradients, compute):
                     stop = start + len(asked.left)
-                    job = Job(task, task.losses, asked.rows, unit_gradients)
+                    job = Job.of(task, "losses", asked.rows, unit_gradients, compute)
                     for batch, found in project(job, train, "Influence"):
                         scores = asked.left @ found.features.T
                         if unit_gradients:
@@ -193,7 +196,9 @@ class ProjectedFit(Fitted):
                     start = stop
         return total
 
-    def _questions(self, block: Block, task: Task, queries: Data, unit_gradients: bool) -> Iterator["_Question"]:
+    def _questions(
+        self, block: Block, task: Task, queries: Data, unit_gradients: bool, compute: Compute
+    ) -> Iterator["_Question"]:
         """Put queries in a form that one pass over the training data answers.
 
         Without an identity term, K numbers per query do, whatever their number. With one, the gradients of the
@@ -201,24 +206,25 @@ class ProjectedFit(Fitted):
         """
         if block.identity == 0:
             lefts = []
-            for _, found in project(Job(task, task.measurements, block.rows, unit_gradients), queries):
+            asked = Job.of(task, "measurements", block.rows, unit_gradients, compute)
+            for _, found in project(asked, queries):
                 left = found.features * block.weights.to(found.features)
                 lefts.append(over(left, found.squares().sqrt()[:, None]) if unit_gradients else left)
             yield _Question(torch.cat(lefts), block.rows)
             return
-        for rows in in_chunks(gradients(task, task.measurements, queries), memory_budget(task.layout.device)):
+        asked = Job.of(task, "measurements", compute=compute)
+        for rows in in_chunks(gradients(asked, queries), asked.budget):
             if unit_gradients:
                 rows = over(rows, rows.norm(dim=1, keepdim=True))  # noqa: PLW2901
-            phi = block.rows.apply(task.layout.unflatten(rows))
+            phi = apply(block.rows, task.layout.unflatten(rows))
             eye = torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
             left = torch.cat([phi * block.weights.to(phi), block.identity * eye], dim=1)
             yield _Question(left, StackedRows((block.rows, DenseRows(rows, task.layout))))
 
-    def _block_features(self, block: Block, data: Data, *, queries: bool) -> Tensor:
+    def _block_features(self, block: Block, data: Data, what: What, compute: Compute) -> Tensor:
         result = torch.empty(len(data), block.rows.count, dtype=self.task.layout.dtype, device="cpu")
         with self._at(block) as task:
-            function = task.measurements if queries else task.losses
-            for batch, found in project(Job(task, function, block.rows), data):
+            for batch, found in project(Job.of(task, what, block.rows, compute=compute), data):
                 result[batch.rows] = found.features.cpu()
         return result
 
@@ -287,7 +293,10 @@ def _read_eigenpairs(path: Path, manifest: dict[str, Any], layout: Layout) -> Di
     tensors = artifact.read_tensors(path / "eigenpairs.safetensors")
     ending, products = Ending[manifest["ending"]], manifest["num_products"]
     spectrum = Spectrum(tensors["eigenvalues"], tensors.get("residuals"), ending, products)
-    return Distilled(_rows_of(tensors, "directions", len(spectrum.eigenvalues), layout), spectrum)
+    directions = _rows_of(tensors, "directions", len(spectrum.eigenvalues), layout)
+    # Rows go back to where the basis they come from was held.
+    on_host = manifest["method"].get("basis", {}).get("place") == "host"
+    return Distilled(directions if on_host else directions.to(layout.device), spectrum)
 
 
 def _read_block(path: Path, number: int, record: dict[str, Any], layout: Layout) -> Block:
@@ -295,17 +304,18 @@ def _read_block(path: Path, number: int, record: dict[str, Any], layout: Layout)
     rows: Rows = (
         UnitRows(tensors["index"], layout)
         if "index" in tensors
-        else DenseRows(_rows_of(tensors, "rows", len(tensors["weights"]), layout), layout)
+        else DenseRows(_rows_of(tensors, "rows", len(tensors["weights"]), layout).to(layout.device), layout)
     )
     state = {key.removeprefix("state."): t for key, t in tensors.items() if key.startswith("state.")}
     return Block(rows, tensors["weights"], record["identity"], Checkpoint(state) if record["state"] else None)
 
 
-def _rows_of(tensors: dict[str, Tensor], name: str, count: int, layout: Layout) -> Tensor:  # (K, P)
+def _rows_of(tensors: dict[str, Tensor], name: str, count: int, layout: Layout) -> Tensor:  # (K, P), on the host
     found = tensors[name]
-    if found.shape != (count, layout.numel) or found.dtype != layout.dtype:
+    # Rows of a bfloat16 basis stay as they were held.
+    if found.shape != (count, layout.numel) or found.dtype not in (layout.dtype, torch.bfloat16):
         raise MismatchError(
             f"The saved {name} are {tuple(found.shape)} of {found.dtype}, expected {(count, layout.numel)} of "
-            f"{layout.dtype}: the file was edited or belongs to another fit. Save it again."
+            f"{layout.dtype} or bfloat16: the file was edited or belongs to another fit. Save it again."
         )
-    return found.to(layout.device)
+    return found

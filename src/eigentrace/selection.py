@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from numbers import Real
 
@@ -25,6 +25,8 @@ class Coverage:
     selected: int
     total: int
     names: tuple[str, ...]
+    without_rule: Mapping[str, str] = field(default_factory=dict)
+    """Selected parameters that go by a slower engine, since the layerwise one has no rule for them, with the reason."""
 
     @property
     def fraction(self) -> float:
@@ -33,7 +35,14 @@ class Coverage:
 
     def __str__(self) -> str:
         share = f"{100 * self.fraction:.3g}% of {self.total:,} parameters"
-        return f"{share} ({self.selected:,} in {len(self.names)} tensors)"
+        attributed = f"{share} ({self.selected:,} in {len(self.names)} tensors)"
+        if not self.without_rule:
+            return attributed
+        reasons = "; ".join(sorted(set(self.without_rule.values())))
+        return (
+            f"{attributed}, {len(self.without_rule)} of them ({_some(list(self.without_rule), 3)}) by a slower engine: "
+            f"{reasons}"
+        )
 
 
 def select_params(model: nn.Module, params: Params) -> dict[str, nn.Parameter]:

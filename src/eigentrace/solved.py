@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eigentrace.compute import Compute
 from eigentrace.data import Data
 from eigentrace.distill import Spectrum
 from eigentrace.errors import UnsupportedError
@@ -15,7 +16,6 @@ from eigentrace.fitted import Fitted, over
 from eigentrace.probe import check_losses
 from eigentrace.progress import track
 from eigentrace.project import Job, gradients, in_chunks, project
-from eigentrace.project.engine import memory_budget
 from eigentrace.rows import DenseRows
 from eigentrace.task import Task
 
@@ -39,7 +39,7 @@ class RowlessFit(Fitted):
         """Refuse: there are no eigenpairs."""
         raise UnsupportedError(f"{self.method['name']} has no eigenpairs to cut: distill is for Arnoldi.")
 
-    def features(self, data: Any, *, queries: bool = False) -> Tensor:
+    def features(self, data: Any, *, queries: bool = False, compute: Compute | None = None) -> Tensor:
         """Refuse: there are no rows to project on."""
         raise UnsupportedError(f"{self.method['name']} keeps no rows and has no features: use Arnoldi or RandProj.")
 
@@ -60,24 +60,23 @@ class SolvedFit(RowlessFit):
     num_train: int
     has_curvature: bool = True
 
-    def _self(self, data: Data, *, queries: bool, unit_gradients: bool) -> Tensor:
+    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
         scores = []
         with self.task.session():
-            function = self.task.measurements if queries else self.task.losses
-            found = gradients(self.task, function, data)
-            for g in in_chunks(found, memory_budget(self.task.layout.device) // 4):
+            job = Job.of(self.task, "measurements" if queries else "losses", compute=compute)
+            for g in in_chunks(gradients(job, data), job.budget // 4):
                 score = (self.solve(g) * g).sum(dim=1)
                 scores.append((over(score, g.square().sum(dim=1)) if unit_gradients else score).cpu())
         return torch.cat(scores)
 
-    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool) -> Tensor:
+    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool, compute: Compute) -> Tensor:
         total = torch.zeros(len(queries), len(train), dtype=self.task.layout.dtype, device="cpu")
         start = 0
         with self.task.session():
-            asked = gradients(self.task, self.task.measurements, queries)
-            for g in in_chunks(asked, memory_budget(self.task.layout.device) // 4):
+            asked = Job.of(self.task, "measurements", compute=compute)
+            for g in in_chunks(gradients(asked, queries), asked.budget // 4):
                 solved = self.solve(over(g, g.norm(dim=1, keepdim=True)) if unit_gradients else g)
-                job = Job(self.task, self.task.losses, DenseRows(solved, self.task.layout), unit_gradients)
+                job = Job.of(self.task, "losses", DenseRows(solved, self.task.layout), unit_gradients, compute)
                 for batch, found in project(job, train):
                     scores = found.features
                     if unit_gradients:
@@ -96,7 +95,7 @@ class LossFit(RowlessFit):
     num_train: int
     has_curvature: bool = False
 
-    def _self(self, data: Data, *, queries: bool, unit_gradients: bool) -> Tensor:
+    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
         if unit_gradients:
             raise UnsupportedError("Loss uses no gradients, so normalize='gradient' has no meaning: use None.")
         scores = torch.empty(len(data), dtype=self.task.layout.dtype, device="cpu")
@@ -107,5 +106,5 @@ class LossFit(RowlessFit):
                 scores[batch.rows] = losses.to(scores)
         return scores
 
-    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool) -> Tensor:
+    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool, compute: Compute) -> Tensor:
         raise UnsupportedError("Loss scores single examples, not pairs: use Arnoldi or TracIn for influence.")

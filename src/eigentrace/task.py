@@ -2,8 +2,9 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,12 +66,27 @@ class Task:
         selected = select_params(self.model, params)
         self.params: dict[str, Tensor] = {name: p.detach() for name, p in selected.items()}
         self.layout = Layout.of(self.params)
-        self.coverage: Coverage = coverage_of(self.model, self.params)
+        self._coverage = coverage_of(self.model, self.params)
+        self._without_rule: dict[str, str] = {}  # shared by all copies of this task: what one learns, all know
         self.l2 = match_values({n: a for _, a in aliases_of(self.model) if (n := a[0]) in self.params}, l2, "l2")
         self._fixed: dict[str, Tensor] = {}
         self._double = self._bf16 = False
         self._seal: Seal | None = None
         self._is_own = True  # whether params are the model's own tensors
+
+    @property
+    def coverage(self) -> Coverage:
+        """How much of the model is attributed, and which of it goes by a slower engine for want of a layer rule."""
+        return replace(self._coverage, without_rule=dict(self._without_rule))
+
+    def note_engines(self, without_rule: Mapping[str, str]) -> None:
+        """Remember which parameters were found to have no layer rule, and why."""
+        self._without_rule.update(without_rule)
+
+    @property
+    def is_bf16(self) -> bool:
+        """Tell whether the model runs under bfloat16 autocast."""
+        return self._bf16
 
     @property
     def has_outputs(self) -> bool:
@@ -186,6 +202,16 @@ class Task:
         """All parameters and buffers this task computes with, selected or not."""
         own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         return own | self._fixed | self.params
+
+    def narrowed(self, names: Sequence[str]) -> "Task":
+        """Return this task with fewer selected parameters."""
+        other = copy.copy(self)
+        other.params = {name: self.params[name] for name in names}
+        other._fixed = self._fixed | {name: value for name, value in self.params.items() if name not in names}
+        other.layout = Layout.of(other.params)
+        other.l2 = {name: self.l2[name] for name in names}
+        other._coverage = coverage_of(self.model, other.params)
+        return other
 
     def in_bf16(self) -> "Task":
         """Return this task with the model evaluated under bfloat16 autocast; derivatives follow its types."""

@@ -7,6 +7,8 @@ M Krylov steps, K kept directions, C checkpoints, T tokens.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -51,6 +53,15 @@ class Layout:
     def dtype(self) -> torch.dtype:
         """Type of flat vectors: float64 if any parameter is, else float32, so that sums never run in half precision."""
         return torch.float64 if torch.float64 in self.dtypes else torch.float32
+
+    def span(self, name: str) -> slice:
+        """Return where a parameter lies in the flat vector."""
+        return self._spans[name]
+
+    @cached_property
+    def _spans(self) -> dict[str, slice]:
+        stops = list(accumulate(self.sizes))
+        return {n: slice(stop - size, stop) for n, size, stop in zip(self.names, self.sizes, stops, strict=True)}
 
     def flatten(self, tensors: Mapping[str, Tensor], batch_dims: int = 0) -> Tensor:  # {name: (*b, *s)} -> (*b, P)
         """Lay named tensors side by side in one vector (or one per leading index)."""

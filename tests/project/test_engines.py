@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
+from eigentrace.compute import Compute
 from eigentrace.data import as_data
 from eigentrace.errors import NumericalError, TaskError, UnsupportedError
 from eigentrace.project import Job, gradients, in_chunks, project
@@ -58,12 +59,12 @@ def test_norms_and_losses_come_along(cases, name, engine):
     assert torch.allclose(torch.cat([f.losses for f in found]), losses, rtol=EXACT)
 
 
-def test_chunks_within_a_batch_change_nothing(cases, monkeypatch):
+def test_chunks_within_a_batch_change_nothing(cases):
     case = cases["conv"]
     job = Job(case.task, case.task.losses, make_rows(case.task.layout, "dense"))
     whole = [run(engine, job, case.batches)[0] for engine in (vmapped, forward)]
-    monkeypatch.setattr("eigentrace.project.engine._CPU_BUDGET", 2 * 2 * case.task.layout.numel * 8)
-    parts = [run(engine, job, case.batches)[0] for engine in (vmapped, forward)]
+    small = dataclasses.replace(job, compute=Compute(memory=2 * 2 * case.task.layout.numel * 8))
+    parts = [run(engine, small, case.batches)[0] for engine in (vmapped, forward)]
     for a, b in zip(whole, parts, strict=True):
         assert (a - b).norm() < EXACT * a.norm()
 
@@ -79,13 +80,27 @@ def test_batch_size_does_not_matter(batch_size):
     assert torch.allclose(fitted.features(et.Data(dataset, batch_size=batch_size)), alone, rtol=1e-4, atol=1e-5)
 
 
-def test_rule_prefers_reverse_for_many_rows_and_forward_for_large_models(cases, monkeypatch):
+def names(engines):
+    return [engine.__name__ for engine in engines]
+
+
+def test_layerwise_comes_first_then_reverse_for_many_rows_and_forward_for_large_models(cases):
     task = cases["mlp"].task
     few, many = (Job(task, task.losses, make_rows(task.layout, k)) for k in ("unit", "stacked"))
-    assert choosing.preferred(many)[0] is vmapped
-    monkeypatch.setattr("eigentrace.project.choose.examples_at_once", lambda task: 1)
-    assert choosing.preferred(few)[0] is forward
+    assert names(choosing.preferred(many)) == ["layerwise", "vmapped", "forward", "one_by_one"]
+    tight = dataclasses.replace(few, compute=Compute(memory=1))
+    assert names(choosing.preferred(tight)) == ["layerwise", "forward", "vmapped", "one_by_one"]
     assert forward not in choosing.preferred(dataclasses.replace(few, norms=True))
+
+
+@pytest.mark.parametrize(
+    ("engine", "order"),
+    [("layerwise", ["layerwise"]), ("forward", ["forward"]), ("reverse", ["vmapped", "one_by_one"])],
+)
+def test_an_engine_can_be_asked_for(cases, engine, order):
+    task = cases["mlp"].task
+    job = Job(task, task.losses, make_rows(task.layout, "unit"), compute=Compute(engine=engine))
+    assert names(choosing.preferred(job)) == order
 
 
 class _Branching(nn.Module):
@@ -118,7 +133,7 @@ def test_falls_back_when_vmap_cannot_go():
     with task.session():
         (_, plain), *_ = project(Job(task, task.losses, rows), as_data([batch]))
         (_, normed), *_ = project(Job(task, task.losses, rows, norms=True), as_data([batch]))
-        found = torch.cat(list(gradients(task, task.losses, as_data([batch]))))
+        found = torch.cat(list(gradients(Job.of(task, "losses"), as_data([batch]))))
     assert (found - expected).norm() < EXACT * expected.norm()
     for projection in (plain, normed):
         assert (projection.features - expected @ rows.matrix.T).norm() < EXACT * projection.features.norm()
@@ -178,9 +193,12 @@ def test_a_shared_tensor_of_the_batch_size_is_told_and_not_cut_up():
     with pytest.raises(
         TaskError, match=r"from row 16 on change by .* first dimension: give it a leading dimension of 1"
     ):
-        fitted.self_influence(data)
+        fitted.self_influence(data, compute=Compute(engine="reverse"))
     with pytest.raises(TaskError, match="from row 16 on change by"):
         fitted.influence([next(data.batches()).values], data)
+    # The layerwise engine cuts nothing up: the odd batch is right as it is.
+    whole = et.Data(data._source.dataset, collate, batch_size=20)
+    assert torch.allclose(fitted.self_influence(data), fitted.self_influence(whole), rtol=1e-5)
 
 
 def test_a_bad_row_is_named_when_examples_go_one_by_one():
@@ -188,4 +206,4 @@ def test_a_bad_row_is_named_when_examples_go_one_by_one():
     task = et.classification(_Branching())
     x[4] = torch.nan
     with task.session(), pytest.raises(NumericalError, match="first: row 4"):
-        list(gradients(task, task.losses, as_data([(x, y)])))
+        list(gradients(Job.of(task, "losses"), as_data([(x, y)])))

@@ -1,6 +1,7 @@
 """One rule that chooses the engine, and the loop over data that every score goes through."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,12 @@ from eigentrace.errors import NumericalError, TaskError
 from eigentrace.fallback import first_supported
 from eigentrace.probe import check_losses
 from eigentrace.progress import track
-from eigentrace.project.engine import Engine, Job, PerExample, Projection, examples_at_once
+from eigentrace.project.engine import Engine, Job, PerExample, Projection
 from eigentrace.project.forward import forward
+from eigentrace.project.layerwise import Layerwise
+from eigentrace.project.portions import Portions, largest_batch
 from eigentrace.project.reverse import one_by_one, single_gradients, vmapped, vmapped_gradients
+from eigentrace.streams import placed
 from eigentrace.task import Task
 
 # A batch of fewer examples than this no longer fills the machine: per-example passes lose that factor.
@@ -27,14 +31,25 @@ _SPLIT_TOL = 5e-2
 
 
 def preferred(job: Job) -> tuple[Engine, ...]:
-    """Order the engines for this work, the cheapest first.
+    """Order the engines for this work, the best first.
 
-    Forward mode costs a JVP per row whatever the number of parameters; reverse mode costs one gradient per example
-    whatever the number of rows, but few examples at a time when the model is large. Only reverse mode gives norms.
+    Layerwise reverse mode costs about one training step whatever the number of rows. Without it, forward mode costs a
+    JVP per row whatever the number of parameters, and per-example reverse mode one gradient per example whatever the
+    number of rows, but few examples at a time when the model is large. Forward mode gives no norms.
     """
+    others = _without_rules(job)
+    if job.compute.engine == "forward":
+        return (forward,)
+    if job.compute.engine == "reverse":
+        return (vmapped, one_by_one)
+    layerwise = Layerwise(lambda rest, batch, size: _working_engine(_without_rules(rest), rest, batch, size))
+    return (layerwise,) if job.compute.engine == "layerwise" else (layerwise, *others)
+
+
+def _without_rules(job: Job) -> tuple[Engine, ...]:
     if job.norms:
         return (vmapped, one_by_one)
-    slowdown = max(1.0, _FULL_BATCH / examples_at_once(job.task))
+    slowdown = max(1.0, _FULL_BATCH / job.vectors_at_once)
     if _GRADIENT_COST * slowdown <= _JVP_COST * job.rows.count:
         return (vmapped, forward, one_by_one)
     return (forward, vmapped, one_by_one)
@@ -42,29 +57,52 @@ def preferred(job: Job) -> tuple[Engine, ...]:
 
 def project(job: Job, data: Data, description: str = "Projecting gradients") -> Iterator[tuple[Batch, Projection]]:
     """Do a job for every example of the data, batch by batch, inside the caller's session."""
+    job = replace(job, rows=placed(job.rows, job.task.layout.device, job.compute))
+    batch_size = job.compute.batch
+    if isinstance(batch_size, int):
+        data = data.rebatched(batch_size)
     engine: Engine | None = None
+    portions = Portions(batch_size if isinstance(batch_size, int) else None)
     checked = SplitCheck(job.task, job.function)
+    if batch_size == "auto" and job.task.layout.device.type == "cuda":
+        engine = _engine_for(job, data)
+        largest = largest_batch(engine, job, data)
+        data = data if largest is None else data.rebatched(largest)
     for batch in track(data.batches(), description, len(data), len):
         values = job.task.place(batch.values)
         if engine is None:
-            engine = _first_working(preferred(job), lambda e, v, n: e(job, v, n), values, len(batch))
-        projection = engine(job, values, len(batch))
+            engine = _working_engine(preferred(job), job, values, len(batch))
+        projection = portions(engine, job, values, len(batch))
         _check(batch, projection)
         checked(values, batch, projection.losses)
         yield batch, projection
 
 
-def gradients(task: Task, function: PerExample, data: Data) -> Iterator[Tensor]:  # each (b, P)
+def _engine_for(job: Job, data: Data) -> Engine:
+    first = data.batches(np.arange(min(len(data), 4)))
+    try:
+        batch = next(first)
+    finally:
+        first.close()  # type: ignore[attr-defined]
+    return _working_engine(preferred(job), job, job.task.place(batch.values), len(batch))
+
+
+def _working_engine(candidates: tuple[Engine, ...], job: Job, values: Any, size: int) -> Engine:
+    return _first_working(candidates, lambda engine, part, n: engine(job, part, n), values, size)
+
+
+def gradients(job: Job, data: Data) -> Iterator[Tensor]:  # each (b, P)
     """Yield full per-example gradients: what queries travel as."""
+    task = job.task
     take: Any = None
-    checked = SplitCheck(task, function)
+    checked = SplitCheck(task, job.function)
     for batch in track(data.batches(), "Gradients", len(data), len):
         values = task.place(batch.values)
         if take is None:
             candidates = (vmapped_gradients, single_gradients)
-            take = _first_working(candidates, lambda t, v, n: list(t(task, function, v, n)), values, len(batch))
+            take = _first_working(candidates, lambda t, v, n: list(t(job, v, n)), values, len(batch))
         taken: list[Tensor] = []
-        for found, losses in take(task, function, values, len(batch)):
+        for found, losses in take(job, values, len(batch)):
             rows = batch.rows[sum(map(len, taken)) :][: len(losses)]
             taken.append(losses)
             check_losses(losses, rows)

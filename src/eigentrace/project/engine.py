@@ -1,22 +1,18 @@
 """What every projection engine takes and gives."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from eigentrace.compute import Compute
 from eigentrace.errors import UnsupportedError
-from eigentrace.rows import Rows
+from eigentrace.rows import Rows, none
 from eigentrace.task import Task, Values
 
 PerExample = Callable[[Values, Any], Tensor]
-
-# Memory for per-example gradients (or tangents) at a time: small enough for a laptop, and on a GPU a share of
-# what is free, since the model's activations need the rest.
-_CPU_BUDGET = 512 * 2**20
-_GPU_SHARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,18 @@ class Projection:
         return self.square_norms
 
 
+def joined(parts: list[Projection]) -> Projection:
+    """Put the projections of consecutive parts of a batch together."""
+    if len(parts) == 1:
+        return parts[0]
+    squares = [part.square_norms for part in parts]
+    return Projection(
+        torch.cat([part.features for part in parts]),
+        None if squares[0] is None else torch.cat(squares),  # type: ignore[arg-type]
+        torch.cat([part.losses for part in parts]),
+    )
+
+
 @dataclass(frozen=True)
 class Job:
     """What to project: the gradient of a per-example function, on rows, with or without its norm."""
@@ -42,6 +50,30 @@ class Job:
     function: PerExample
     rows: Rows
     norms: bool = False
+    compute: Compute = field(default_factory=Compute)
+
+    @staticmethod
+    def of(
+        task: Task,
+        what: Literal["losses", "measurements"],
+        rows: Rows | None = None,
+        norms: bool = False,
+        compute: Compute | None = None,
+    ) -> "Job":
+        """Make a job whose model runs in the precision asked for; without rows, gradients are all there is to ask."""
+        compute = compute or Compute()
+        task = task.in_bf16() if compute.precision == "bf16" else task
+        return Job(task, getattr(task, what), rows or none(task.layout), norms, compute)
+
+    @property
+    def budget(self) -> int:
+        """Bytes an engine may spend beyond the model's own pass."""
+        return self.compute.budget(self.task.layout.device)
+
+    @property
+    def vectors_at_once(self) -> int:
+        """How many gradients or tangents of P numbers fit the budget, with the copy that differentiating makes."""
+        return max(1, self.budget // (2 * self.task.layout.numel * self.task.layout.dtype.itemsize))
 
 
 class Engine(Protocol):
@@ -50,16 +82,3 @@ class Engine(Protocol):
     def __call__(self, job: Job, batch: Any, size: int) -> Projection:
         """Project every example of the batch."""
         ...
-
-
-def memory_budget(device: torch.device) -> int:
-    """Bytes an engine may spend beyond the model's own pass."""
-    if device.type == "cuda":
-        return int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
-    return _CPU_BUDGET
-
-
-def examples_at_once(task: Task) -> int:
-    """How many full per-example gradients fit the budget, with room for the copy that differentiating makes."""
-    bytes_each = 2 * task.layout.numel * task.layout.dtype.itemsize
-    return max(1, memory_budget(task.layout.device) // bytes_each)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.func import jvp, vmap
 
 from eigentrace.errors import UnsupportedError
-from eigentrace.project.engine import Job, Projection, memory_budget
+from eigentrace.project.engine import Job, Projection
 
 # Tangents that travel through the model together; each carries its own copy of the activations.
 _MOST_ROWS_AT_ONCE = 8
@@ -18,8 +18,7 @@ def forward(job: Job, batch: Any, size: int) -> Projection:
     if job.norms:
         raise UnsupportedError("Forward mode gives no gradient norms: use a reverse-mode engine.")
     task, rows, layout = job.task, job.rows, job.task.layout
-    fitting = memory_budget(layout.device) // (2 * layout.numel * layout.dtype.itemsize)
-    at_once = max(1, min(_MOST_ROWS_AT_ONCE, fitting))
+    at_once = min(_MOST_ROWS_AT_ONCE, job.vectors_at_once)
     losses = job.function(task.params, batch)
     columns = [
         _push(job, rows.dense(start, min(start + at_once, rows.count)), batch)

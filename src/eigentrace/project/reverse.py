@@ -8,44 +8,45 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from eigentrace.batch import select, split
-from eigentrace.project.engine import Job, PerExample, Projection, examples_at_once
-from eigentrace.task import Task, Values
+from eigentrace.project.engine import Job, Projection
+from eigentrace.rows import apply
+from eigentrace.task import Values
 
 Gradients = tuple[dict[str, Tensor], Tensor]  # {name: (b, *s)}, values (b,)
 
 
 def vmapped(job: Job, batch: Any, size: int) -> Projection:
     """Project gradients taken by `vmap(grad)`, as many examples at once as fit."""
-    return _project(job, vmapped_gradients(job.task, job.function, batch, size))
+    return _project(job, vmapped_gradients(job, batch, size))
 
 
 def one_by_one(job: Job, batch: Any, size: int) -> Projection:
     """Project gradients taken one example at a time: slow, and right wherever the model can be trained at all."""
-    return _project(job, single_gradients(job.task, job.function, batch, size))
+    return _project(job, single_gradients(job, batch, size))
 
 
-def vmapped_gradients(task: Task, function: PerExample, batch: Any, size: int) -> Iterator[Gradients]:
+def vmapped_gradients(job: Job, batch: Any, size: int) -> Iterator[Gradients]:
     """Yield per-example gradients of consecutive parts of the batch."""
     tensors, rebuild = split(batch, size)
 
     def value(params: Values, example: list[Tensor]) -> Tensor:
-        return function(params, rebuild_one(example))[0]
+        return job.function(params, rebuild_one(example))[0]
 
     def rebuild_one(example: list[Tensor]) -> Any:
         return rebuild([t.unsqueeze(0) for t in example])
 
-    at_once = examples_at_once(task)
+    at_once = job.vectors_at_once
     for start in range(0, size, at_once):
         part = [t[start : start + at_once] for t in tensors]
-        yield vmap(grad_and_value(value), in_dims=(None, 0))(task.params, part)
+        yield vmap(grad_and_value(value), in_dims=(None, 0))(job.task.params, part)
 
 
-def single_gradients(task: Task, function: PerExample, batch: Any, size: int) -> Iterator[Gradients]:
+def single_gradients(job: Job, batch: Any, size: int) -> Iterator[Gradients]:
     """Yield the gradient of each example by an ordinary backward pass."""
     for i in range(size):
         with torch.enable_grad():
-            leaves = {name: value.detach().requires_grad_() for name, value in task.params.items()}
-            loss = function(leaves, select(batch, slice(i, i + 1), size))
+            leaves = {name: value.detach().requires_grad_() for name, value in job.task.params.items()}
+            loss = job.function(leaves, select(batch, slice(i, i + 1), size))
             found = torch.autograd.grad(loss.sum(), list(leaves.values()), materialize_grads=True)
         yield {name: g[None] for name, g in zip(leaves, found, strict=True)}, loss.detach()
 
@@ -53,7 +54,7 @@ def single_gradients(task: Task, function: PerExample, batch: Any, size: int) ->
 def _project(job: Job, parts: Iterator[Gradients]) -> Projection:
     features, squares, losses = [], [], []
     for gradients, values in parts:
-        features.append(job.rows.apply(gradients))
+        features.append(apply(job.rows, gradients))
         losses.append(values)
         if job.norms:
             squares.append(square_norms(gradients).to(features[-1].dtype))

@@ -1,0 +1,126 @@
+"""The command line both benchmarks share: measure the models asked for, merge what was found, render it."""
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+import eigentrace
+from bench.measure import Cell, Run, Subject, attempt, release
+from bench.models import MODELS, SMALL, Entry
+from bench.record import Recorder, merged, read, stem, write
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What a benchmark is made of."""
+
+    name: str
+    parser: argparse.ArgumentParser
+    batch: Callable[[Entry], int]
+    """Examples per batch unless told otherwise."""
+    measure: Callable[[Subject, Recorder, argparse.Namespace], None]
+    """Measures one model and records each number as it comes."""
+    render: Callable[[Path, bool], None]
+    """Writes tables and plots into a folder from the JSON that lies there; the flag asks for the small ones."""
+
+
+def main(benchmark: Benchmark, argv: Sequence[str]) -> int:
+    """Do what the command line asks for; return how many models could not be measured at all."""
+    settings = benchmark.parser.parse_args(argv)
+    path = settings.out / f"{stem(benchmark.name, small=settings.small)}.json"
+    failures = 0
+    if settings.merge:
+        for other in settings.merge:
+            write(path, merged(read(path), read(other)))
+    elif not settings.render:
+        run = start(benchmark.name, settings, argv)
+        failures = sum("failed" in _measure(benchmark, name, run, path, settings) for name in settings.models)
+    benchmark.render(settings.out, settings.small)
+    return failures
+
+
+def _measure(benchmark: Benchmark, name: str, run: Run, path: Path, settings: argparse.Namespace) -> Cell:
+    entry = (SMALL if run.small else MODELS)[name]
+
+    def work() -> Cell:
+        size = settings.batch or benchmark.batch(entry)
+        subject = Subject.of(entry, run.device, size, channels_last=settings.channels_last)
+        details = {"batch": size, "channels_last": settings.channels_last}
+        benchmark.measure(subject, Recorder(run, path, name, subject.description | {"settings": details}), settings)
+        return {}
+
+    # Each number has an attempt of its own: what ends here is building the model, or a mistake in the benchmark.
+    outcome = attempt(work)
+    if "failed" in outcome:
+        say(f"{entry.title}: {outcome['failed']}")
+    release(run.device)
+    return outcome
+
+
+def options(description: str) -> argparse.ArgumentParser:
+    """Return a parser of what both benchmarks understand."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
+        "--models", type=_names, default=list(MODELS), help=f"some of {','.join(MODELS)}; all if left out"
+    )
+    parser.add_argument("--small", action="store_true", help="the small versions of the models, for a CPU")
+    parser.add_argument("--batch", type=int, help="examples per batch; each model has its own default")
+    parser.add_argument("--seconds", type=float, help="to spend on each number: 3, or 0.5 with --small")
+    parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
+    parser.add_argument("--channels-last", action="store_true", help="give images in this memory format")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
+    parser.add_argument("--render", action="store_true", help="measure nothing, only write tables and plots again")
+    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+    return parser
+
+
+def choices(*allowed: str) -> Callable[[str], list[str]]:
+    """Return a reader of comma-separated words out of some."""
+
+    def words(text: str) -> list[str]:
+        found = [word for word in text.split(",") if word]
+        unknown = [word for word in found if word not in allowed]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(allowed)}")
+        return found
+
+    return words
+
+
+_names = choices(*MODELS)
+
+
+def start(name: str, settings: argparse.Namespace, argv: Sequence[str]) -> Run:
+    """Begin a run with the settings of the command line."""
+    device = settings.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    seconds = settings.seconds if settings.seconds is not None else (0.5 if settings.small else 3.0)
+    info = {
+        "date": datetime.now(UTC).replace(tzinfo=None).isoformat(" ", "milliseconds"),
+        "torch": torch.__version__,
+        "eigentrace": eigentrace.__version__,
+        "python": platform.python_version(),
+        "command": " ".join([f"python -m bench.{name}", *_without_places(argv)]),
+    }
+    return Run(device, settings.small, seconds, info)
+
+
+def _without_places(argv: Sequence[str]) -> list[str]:
+    """Leave out of a command where it wrote: that is the business of one machine."""
+    kept = [arg for arg in argv if not arg.startswith("--out=")]
+    if "--out" in kept:
+        at = kept.index("--out")
+        del kept[at : at + 2]
+    return kept
+
+
+def say(text: str) -> None:
+    """Print a line at once: a run may be cut off."""
+    print(text, flush=True, file=sys.stdout)

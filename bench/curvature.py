@@ -1,0 +1,158 @@
+"""Milliseconds and peak memory of one curvature product, and a whole fit from end to end.
+
+python -m bench.curvature --models vit_l_32          # on a GPU, in pieces: results merge
+python -m bench.curvature --models vit_l_32 --fit    # the fit instead of the products
+python -m bench.curvature --small                    # on a CPU, in a minute
+"""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+
+import eigentrace as et
+from bench.command import Benchmark, choices, main, options, say
+from bench.curvature_page import KINDS, MODES, PRECISIONS, fit_cell, product_cell, render
+from bench.measure import Cell, Precision, Run, Subject, attempt, clocked, random_unit, release, timed
+from bench.record import Recorder
+from eigentrace.curvature import Curvature, working_form
+from eigentrace.errors import EigentraceWarning
+from eigentrace.methods import arnoldi
+
+Kind = Literal["hessian", "gauss-newton"]
+
+FIT = et.Arnoldi(steps=200, keep=50, sample=512, precision="bf16", basis=et.Basis(dtype="bf16", max_vectors=120))
+"""The paper's setting for ViT-L/32, its basis in half the memory and restarted."""
+SMALL_FIT = et.Arnoldi(steps=20, keep=5, sample=32, basis=et.Basis(dtype="bf16", max_vectors=12))
+
+
+def measure(subject: Subject, recorder: Recorder, settings: argparse.Namespace) -> None:
+    """Measure one model: its products, or a fit."""
+    run = recorder.run
+
+    def cell(name: str, work: Callable[[], Cell]) -> None:
+        found = recorder.add(name, attempt(work))
+        say(f"{subject.entry.title:18} {name:32} " + _line(found))
+
+    if settings.fit:
+        method = SMALL_FIT if run.small else FIT
+        if settings.steps is not None:
+            method = replace(method, steps=settings.steps, keep=min(method.keep, settings.steps))
+        cell(fit_cell(method.steps), partial(fit, subject, method, run))
+        return
+    v = random_unit(subject.task.vector)
+    for kind, precision, mode in product(settings.kinds, settings.precisions, settings.modes):
+        work = partial(one_product, subject, v, run, kind, precision, compiles=mode == "compiled")
+        cell(product_cell(kind, precision, mode), work)
+
+
+def make_curvature(subject: Subject, kind: Kind, precision: Precision, *, compiles: bool) -> Curvature:
+    """Take the curvature on the batch, differentiated the way the model allows."""
+    curvature = Curvature(subject.task, et.Data.from_batches([subject.batch]), None, kind, precision)
+    curvature = replace(curvature, form=working_form(curvature, subject.part(2)))
+    return replace(curvature, compile=True) if compiles else curvature
+
+
+def one_product(
+    subject: Subject, v: torch.Tensor, run: Run, kind: Kind, precision: Precision, *, compiles: bool
+) -> Cell:
+    """Time the summed curvature of one batch, times a vector."""
+    with subject.task.session():
+        curvature = make_curvature(subject, kind, precision, compiles=compiles)
+        timing = timed(lambda: curvature.product_on(v, subject.batch), run.device, run.seconds, compiles=compiles)
+    compiling = {"compile_seconds": timing.first - timing.seconds} if compiles else {}
+    return timing.numbers | {"form": curvature.form.value} | compiling
+
+
+def fit(subject: Subject, method: et.Arnoldi, run: Run) -> Cell:
+    """Time a fit on as many examples as it samples, broken down into its parts."""
+    examples = subject.entry.examples(method.sample or subject.size, run.device)
+    batches = list(zip(*(t.split(subject.size) for t in examples), strict=True))
+    watch = Stopwatch(run.device)
+    release(run.device)
+    with warnings.catch_warnings(record=True) as caught, watch.on_fits():
+        warnings.simplefilter("always")
+        total = clocked(lambda: method.fit(subject.task, et.Data.from_batches(batches)), run.device)
+    settings = {"steps": method.steps, "keep": method.keep, "sample": method.sample, "precision": method.precision}
+    said = sorted({str(w.message) for w in caught if issubclass(w.category, EigentraceWarning)})
+    return {"seconds": total, "parts": watch.parts(), "peak": _peak(run), "settings": settings, "warnings": said}
+
+
+class Stopwatch:
+    """Adds up the time that the parts of a fit take."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+
+    def around(self, name: str, function: Callable) -> Callable:
+        """Return a function whose calls are timed."""
+
+        def timed_function(*args: Any, **options: Any) -> Any:
+            results: list[Any] = []
+            took = clocked(lambda: results.append(function(*args, **options)), self.device)
+            self.seconds[name] = self.seconds.get(name, 0.0) + took
+            return results[0]
+
+        return timed_function
+
+    def on_fits(self) -> Any:
+        """Time what `Arnoldi.fit` is made of, while the context lasts."""
+        iterate = arnoldi.lanczos
+
+        def lanczos(matvec: Callable, *args: Any, **options: Any) -> Any:
+            return iterate(self.around("products", matvec), *args, **options)
+
+        return patch.multiple(
+            arnoldi,
+            ready=self.around("checks", arnoldi.ready),
+            check_curvature=self.around("checks", arnoldi.check_curvature),
+            lanczos=self.around("iteration", lanczos),
+            distill=self.around("eigenvectors", arnoldi.distill),
+        )
+
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of each part."""
+        spent = dict(self.seconds)
+        spent["orthogonalisation"] = spent.pop("iteration") - spent["products"]
+        return spent
+
+
+def _peak(run: Run) -> int | None:
+    return torch.cuda.max_memory_allocated(run.device) if run.on_gpu else None
+
+
+def _line(cell: Cell) -> str:
+    if "failed" in cell:
+        return cell["failed"]
+    peak = "" if cell["peak"] is None else f", {cell['peak'] / 2**30:.1f} GiB"
+    if "parts" in cell:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in cell["parts"].items())
+        return f"{cell['seconds']:.1f} s ({parts}){peak}"
+    compiling = "" if "compile_seconds" not in cell else f", compiled in {cell['compile_seconds']:.0f} s"
+    return f"{cell['milliseconds']:.1f} ms{peak}{compiling}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = options("Milliseconds and memory of curvature products, or a whole fit.")
+    parser.add_argument("--kinds", type=choices(*KINDS), default=list(KINDS), help=",".join(KINDS))
+    parser.add_argument("--precisions", type=choices(*PRECISIONS), default=list(PRECISIONS), help=",".join(PRECISIONS))
+    parser.add_argument(
+        "--modes", type=choices(*MODES), default=["eager"], help=",".join(MODES) + "; eager if left out"
+    )
+    parser.add_argument("--fit", action="store_true", help="measure a whole Arnoldi fit instead of products")
+    parser.add_argument("--steps", type=int, help="products of the fit: 200, or 20 with --small")
+    return parser
+
+
+BENCHMARK = Benchmark("curvature", _parser(), lambda entry: entry.curvature_batch, measure, render)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK, sys.argv[1:]))

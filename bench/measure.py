@@ -1,0 +1,177 @@
+"""How everything is timed, and how one measurement that fails leaves the others standing."""
+
+import gc
+import math
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import eigentrace
+from bench.models import Batch, Entry
+
+Cell = dict[str, Any]
+Precision = Literal["fp32", "bf16"]
+
+# Calls timed together last at least this long, so that launching a kernel is not waited for call by call.
+_LEAST_REPEAT = 0.05
+_MOST_REPEATS = 1000
+_REASON_LENGTH = 300
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One piece of work, done again and again."""
+
+    seconds: float
+    """Median of one call."""
+    first: float
+    """The first call, with whatever is compiled or planned in it."""
+    repeats: int
+    peak: int | None
+    """Most bytes of GPU memory in use at a time; None on a CPU."""
+
+    @property
+    def numbers(self) -> Cell:
+        """What a cell says about it."""
+        return {
+            "milliseconds": 1000 * self.seconds,
+            "first_seconds": self.first,
+            "repeats": self.repeats,
+            "peak": self.peak,
+        }
+
+
+def timed(step: Callable[[], Any], device: torch.device, seconds: float, *, compiles: bool = False) -> Timing:
+    """Warm up, then repeat for about so many seconds and take the median."""
+    if compiles:
+        torch.compiler.reset()  # code compiled for other models counts against a limit, beyond which nothing is
+    release(device)
+    first = clocked(step, device)
+    release(device)  # compiling takes memory of its own
+    warm = clocked(step, device)
+    together = max(1, math.ceil(min(_LEAST_REPEAT, seconds) / max(warm, 1e-6)))
+
+    def several() -> None:
+        for _ in range(together):
+            step()
+
+    repeats: list[float] = []
+    start = time.perf_counter()
+    while not repeats or (time.perf_counter() - start < seconds and len(repeats) < _MOST_REPEATS):
+        repeats.append(clocked(several, device) / together)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return Timing(statistics.median(repeats), first, len(repeats), peak)
+
+
+def clocked(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds that some work takes, the device's queue included."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was told to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release(device: torch.device) -> None:
+    """Give back what earlier work left, garbage and cached memory, and count peak memory anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def attempt(work: Callable[[], Cell]) -> Cell:
+    """Return what a measurement gives, or why it failed: the ones after it must not be lost."""
+    try:
+        return work()
+    except Exception as error:  # torch, its compiler and its drivers raise nearly everything
+        return {"failed": reason(error)}
+
+
+def reason(error: BaseException) -> str:
+    """Write an error as one line, without the folders of this machine."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
+    return text if len(text) <= _REASON_LENGTH else text[: _REASON_LENGTH - 1] + "…"
+
+
+def described(device: torch.device) -> str:
+    """Name the device that computes, never the machine around it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    kind = platform.processor() or platform.machine()
+    threads = torch.get_num_threads()
+    return f"CPU ({kind}), {threads} thread" + ("s" if threads > 1 else "")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of a benchmark: where, when, and by which command."""
+
+    device: torch.device
+    small: bool
+    seconds: float
+    """To spend on each number."""
+    info: dict[str, str]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Tell whether there is a GPU's memory to measure."""
+        return self.device.type == "cuda"
+
+    @property
+    def precision(self) -> Precision:
+        """What models are trained and rows are stored in on such a device."""
+        return "bf16" if self.on_gpu else "fp32"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on the device, its task and a batch of its examples."""
+
+    entry: Entry
+    model: nn.Module
+    task: eigentrace.Task
+    batch: Batch
+
+    @staticmethod
+    def of(entry: Entry, device: torch.device, size: int, *, channels_last: bool = False) -> "Subject":
+        """Build a model and draw a batch."""
+        model, batch = entry.model(device), entry.examples(size, device)
+        if channels_last:
+            batch = tuple(t.to(memory_format=torch.channels_last) if t.ndim == 4 else t for t in batch)
+        return Subject(entry, model, entry.task(model), batch)
+
+    @property
+    def size(self) -> int:
+        """B."""
+        return len(self.batch[-1])
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What a record says about the model."""
+        return {"title": self.entry.title, "parameters": self.task.layout.numel}
+
+    def part(self, size: int) -> Batch:
+        """Return a batch of the first examples."""
+        return tuple(t[:size] for t in self.batch)
+
+
+def random_unit(like: Tensor, seed: int = 2) -> Tensor:  # (P,) -> (P,)
+    """Draw a vector of length one."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    v = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+    return v / v.norm()

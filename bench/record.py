@@ -1,0 +1,165 @@
+"""What was measured, kept: results of many runs merge into one JSON file, from which tables are written.
+
+`{machine: {model: {"title", "parameters", "settings", "cells": {name: cell}, "runs": {date: run}}}}`, where a cell
+holds numbers, or "failed" with the reason, and the date of the run it comes from.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.measure import Cell, Run, described
+from bench.models import MODELS
+
+Record = dict[str, Any]
+Results = dict[str, dict[str, Record]]
+
+
+def stem(name: str, *, small: bool) -> str:
+    """Name the files of a benchmark; small results have files of their own."""
+    return f"{name}_small" if small else name
+
+
+def read(path: Path) -> Results:
+    """Read results; none if there is no such file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def write(path: Path, results: Results) -> None:
+    """Write results, models in the order of the tables, so that a run cut off leaves a whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    order = list(MODELS)
+    ordered = {
+        machine: dict(sorted(models.items(), key=lambda item: order.index(item[0])))
+        for machine, models in sorted(results.items())
+    }
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def merged(old: Results, new: Results) -> Results:
+    """Return both, cell by cell, the new where both have one."""
+    return {
+        machine: {
+            model: _merged_record(old.get(machine, {}).get(model), new.get(machine, {}).get(model))
+            for model in old.get(machine, {}) | new.get(machine, {})
+        }
+        for machine in old | new
+    }
+
+
+def _merged_record(old: Record | None, new: Record | None) -> Record:
+    if old is None or new is None:
+        return old or new or {}
+    if old["settings"] != new["settings"]:
+        return new  # numbers of different batches do not belong in one row
+    cells = old["cells"] | new["cells"]
+    used = {cell["run"] for cell in cells.values()}
+    runs = {date: info for date, info in sorted((old["runs"] | new["runs"]).items()) if date in used}
+    return new | {"cells": cells, "runs": runs}
+
+
+class Recorder:
+    """Writes the cells of one model as they are measured."""
+
+    def __init__(self, run: Run, path: Path, model: str, record: Record) -> None:
+        self.run, self.path, self.model, self.record = run, path, model, record
+
+    def add(self, name: str, cell: Cell) -> Cell:
+        """Merge one cell into the file."""
+        info = dict(self.run.info)
+        date = info.pop("date")
+        record = self.record | {"cells": {name: cell | {"run": date}}, "runs": {date: info}}
+        write(self.path, merged(read(self.path), {described(self.run.device): {self.model: record}}))
+        return cell
+
+
+class Notes:
+    """Footnotes of a table: equal texts share a number."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def mark(self, text: str) -> str:
+        """Return the mark of a note."""
+        if text not in self.texts:
+            self.texts.append(text)
+        return f"<sup>{self.texts.index(text) + 1}</sup>"
+
+    def lines(self) -> list[str]:
+        """Write the notes out."""
+        return [f"<sup>{number}</sup> {_safe(text)}  " for number, text in enumerate(self.texts, start=1)]
+
+
+def shown(cell: Cell | None, key: str, pattern: str, notes: Notes) -> str:
+    """Write one number of a cell, or what there is instead of it."""
+    if cell is None:
+        return "–"
+    mark = notes.mark(cell["note"]) if "note" in cell else ""
+    if "failed" in cell:
+        memory = "out of memory" in cell["failed"].lower() or "OutOfMemory" in cell["failed"]
+        return ("out of memory" if memory else "failed") + notes.mark(cell["failed"])
+    value = cell.get(key)
+    return "–" if value is None else format(value, pattern) + mark
+
+
+def judged(text: str, value: float | None, goal: float | None, *, at_least: bool = False) -> str:
+    """Add to a number whether it reaches its goal, if it has one."""
+    if value is None or goal is None:
+        return text
+    met = value >= goal if at_least else value <= goal
+    return f"{text} ({'≥' if at_least else '≤'} {goal:,g} {'met' if met else 'missed'})"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lay out a Markdown table, names to the left and numbers to the right."""
+    lines = [list(headings), *(list(row) for row in rows)]
+    widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(headings))]
+    rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
+    cells = [lines[0], rule, *lines[1:]]
+    return [
+        "| "
+        + " | ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        + " |"
+        for line in cells
+    ]
+
+
+def runs_of(models: dict[str, Record]) -> list[str]:
+    """Say by which runs the numbers of a machine were made."""
+    runs = {date: info for record in models.values() for date, info in record["runs"].items()}
+    rows = [
+        (f"`{info['command']}`", date[:16], info["torch"], info["eigentrace"], info["python"])
+        for date, info in sorted(runs.items())
+    ]
+    return table(("made by", "at (UTC)", "torch", "eigentrace", "Python"), rows)
+
+
+def heading(title: str, command: str, name: str) -> list[str]:
+    """Begin a generated page."""
+    return [
+        f"<!-- Generated from {name}.json by `{command} --render`: edits here are lost. -->",
+        "",
+        f"# {title}",
+        "",
+        f"Generated from [{name}.json]({name}.json) by `{command} --render`. What the numbers say, and what stands "
+        "behind the goals that are missed, is on [the page of results](README.md).",
+    ]
+
+
+def memory(cell: Cell | None, notes: Notes) -> str:
+    """Write the peak memory of a cell in GiB."""
+    if cell is not None and cell.get("peak") is not None:
+        cell = cell | {"peak": cell["peak"] / 2**30}
+    return shown(cell, "peak", ".1f", notes)
+
+
+def millions(count: int) -> str:
+    """Write a number of parameters."""
+    return f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"
+
+
+def _safe(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")

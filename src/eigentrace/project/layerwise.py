@@ -1,0 +1,206 @@
+"""Layerwise reverse mode: one forward and one backward pass per batch, and never a whole per-example gradient.
+
+Each use of a parameter yields the gradients of all examples as a form; the form is multiplied with the parameter's piece
+of the rows and dropped before the backward pass goes on. Parameters that no rule covers go by another engine, alone.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from eigentrace.batch import select, tensors_of
+from eigentrace.errors import UnsupportedError
+from eigentrace.forms import Form, square_norms
+from eigentrace.project.engine import Engine, Job, Projection
+from eigentrace.project.reverse import single_gradients
+from eigentrace.project.taps import Plan, Taps, UnplannedError, Watched, returned, survey
+from eigentrace.rows import NarrowedRows
+from eigentrace.task import Values
+
+# Examples that planning looks at: two sizes that differ, the larger one checked against ordinary gradients.
+_FEW, _MORE = 2, 3
+# Largest disagreement with ordinary gradients, relative to the parameter's own or to its share of the whole.
+_CHECK_TOL = {torch.float64: 1e-6, torch.float32: 1e-2}
+_BF16_CHECK_TOL = 0.2
+_SMALL_SHARE = 1e-2
+
+
+@dataclass
+class Collected:
+    """What one pass gathers for a batch."""
+
+    job: Job
+    features: Tensor  # (B, K)
+    squares: Tensor | None  # (B,)
+    budget: int
+    uses: Mapping[str, int]
+    leaves: Callable[[], Mapping[str, Tensor]]
+    skipped: Mapping[str, str]
+    waiting: dict[str, list[Form]] = field(default_factory=dict)
+
+    def receive(self, watched: Watched, form: Form) -> None:
+        """Multiply a gradient with its piece of the rows; keep it only while its norm waits for other uses."""
+        for name, own in returned(watched, form, self.leaves()):
+            if name in self.skipped:
+                continue
+            for part in self.job.rows.parts(name):
+                part.add(own, self.features, self.budget)
+            if self.squares is not None:
+                together = self.waiting.setdefault(name, [])
+                together.append(own)
+                if len(together) == self.uses[name]:
+                    self._settle(name)
+
+    def finish(self) -> None:
+        """Take the norms of what never got all the gradients it was waiting for."""
+        for name in list(self.waiting):
+            self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        self.squares += square_norms(self.waiting.pop(name), self.budget).to(self.squares.dtype)  # type: ignore[operator,union-attr]
+
+
+class Layerwise:
+    """The engine for one job: it plans on the first batch it sees, and plans again when the model does something new.
+
+    Args:
+        rest: Gives the engines for parameters without a rule, best first.
+    """
+
+    __name__ = "layerwise"
+
+    def __init__(self, rest: Callable[[Job, Any, int], Engine]) -> None:
+        self._choose_rest, self._rest = rest, None
+        self.plan: Plan | None = None
+
+    def __call__(self, job: Job, batch: Any, size: int) -> Projection:
+        """Project every example of the batch."""
+        if self.plan is None:
+            self._make_plan(job, batch, size)
+        try:
+            projection = self._pass(job, batch, size)
+        except UnplannedError:
+            self._make_plan(job, batch, size)
+            projection = self._pass(job, batch, size)
+        return self._with_rest(job, batch, size, projection)
+
+    def _make_plan(self, job: Job, batch: Any, size: int) -> None:
+        old = self.plan.without_rule if self.plan is not None else {}
+        self.plan, self._rest = make_plan(job, batch, size, old), None
+        job.task.note_engines(self.plan.without_rule)
+        if self.plan.without_rule.keys() >= job.task.params.keys():
+            reasons = sorted(set(self.plan.without_rule.values()))
+            raise UnsupportedError(f"no parameter has a layer rule ({'; '.join(reasons)})")
+
+    def _pass(self, job: Job, batch: Any, size: int) -> Projection:
+        plan, layout = self.plan, job.task.layout
+        features = torch.zeros(size, job.rows.count, dtype=layout.dtype, device=layout.device)
+        squares = torch.zeros(size, dtype=layout.dtype, device=layout.device) if job.norms else None
+        collected = Collected(
+            job=job,
+            features=features,
+            squares=squares,
+            budget=job.budget,
+            uses=plan.uses,  # type: ignore[union-attr]
+            leaves=lambda: taps.leaves,
+            skipped=plan.without_rule,  # type: ignore[union-attr]
+        )
+        taps = Taps(plan, size, layout.device, collected.receive)  # type: ignore[arg-type]
+        with kernels(job):
+            losses = taps.run(job.task.params, lambda: job.function(job.task.params, batch))
+        collected.finish()
+        return Projection(features, squares, losses)
+
+    def _with_rest(self, job: Job, batch: Any, size: int, found: Projection) -> Projection:
+        names = list(self.plan.without_rule)  # type: ignore[union-attr]
+        if not names:
+            return found
+        rest = narrowed(job, names)
+        if self._rest is None:
+            self._rest = self._choose_rest(rest, batch, size)
+        other = self._rest(rest, batch, size)
+        squares = found.squares() + other.squares() if job.norms else None
+        return Projection(found.features + other.features, squares, found.losses)
+
+
+def kernels(job: Job) -> AbstractContextManager[None]:
+    """Allow fused attention where rounding is coarse anyway: one derivative is all this engine needs."""
+    if not job.task.is_bf16:
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def narrowed(job: Job, names: list[str]) -> Job:
+    """Return the same job for some of the parameters, the others held where they are."""
+    task = job.task.narrowed(names)
+    everything = job.task.params
+
+    def function(values: Values, batch: Any) -> Tensor:
+        return job.function({**everything, **values}, batch)
+
+    rows = NarrowedRows(job.rows, job.task.layout, task.layout)
+    return replace(job, task=task, function=function, rows=rows)
+
+
+def make_plan(job: Job, batch: Any, size: int, known: Mapping[str, str]) -> Plan:
+    """See on a few examples where the batch lies in each use of a parameter, and check every rule against gradients.
+
+    Args:
+        job: What is differentiated.
+        batch: A placed batch of `size` examples.
+        size: B.
+        known: Parameters already known to have no rule.
+    """
+    params = job.task.params
+    with kernels(job):
+        seen = []
+        for count in (_FEW, _MORE):
+            part = some(batch, count, size)
+            seen.append(survey(params, tensors_of(part), lambda part=part: job.function(params, part)))
+        plan = replace(Plan.of(*seen, _FEW, _MORE), without_rule=known)
+        return _checked(job, plan, some(batch, _MORE, size))
+
+
+def some(batch: Any, count: int, size: int) -> Any:
+    """Take `count` examples, the first ones again where there are fewer."""
+    index = torch.arange(count) % size
+    return select(batch, index, size)
+
+
+def _checked(job: Job, plan: Plan, part: Any) -> Plan:
+    """Compare tapped gradients with ordinary ones; a parameter that disagrees, or has no rule, is left to others."""
+    forms: dict[str, list[Form]] = {name: [] for name in job.task.params}
+
+    def receive(watched: Watched, form: Form) -> None:
+        for name, own in returned(watched, form, taps.leaves):
+            forms[name].append(own)
+
+    taps = Taps(plan, _MORE, job.task.layout.device, receive)
+    try:
+        taps.run(job.task.params, lambda: job.function(job.task.params, part))
+    except UnplannedError as error:
+        raise UnsupportedError(str(error)) from None
+    without = dict(plan.without_rule) | taps.without_rule
+    for example in (0, _MORE - 1):
+        one = select(part, slice(example, example + 1), _MORE)
+        ((gradients, _),) = single_gradients(job, one, 1)
+        whole = torch.stack([g.float().norm() for g in gradients.values()]).norm()
+        for name, gradient in gradients.items():
+            if name not in without and not _agrees(job, forms[name], example, gradient, whole):
+                without[name] = "the rules disagree with its gradient"
+    uses = {name: count for name, count in taps.sent.items() if name not in without}
+    return replace(plan, without_rule=without, uses=uses)
+
+
+def _agrees(job: Job, forms: list[Form], example: int, gradient: Tensor, whole: Tensor) -> bool:
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    expected = gradient.reshape(1, -1).to(wide)
+    found = sum((form.write(example, example + 1).to(wide) for form in forms), torch.zeros_like(expected))
+    tol = _BF16_CHECK_TOL if job.task.is_bf16 or gradient.dtype == torch.bfloat16 else _CHECK_TOL[wide]
+    share = _SMALL_SHARE * whole * (expected.numel() / job.task.layout.numel) ** 0.5
+    return bool((found - expected).norm() <= tol * torch.maximum(expected.norm(), share.to(wide)))
