@@ -74,6 +74,7 @@ def options(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, help="to spend on each number: 3, or 0.5 with --small")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
     parser.add_argument("--channels-last", action="store_true", help="give images in this memory format")
+    parser.add_argument("--profile", action="store_true", help="print where the time of each number goes")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
     parser.add_argument("--render", action="store_true", help="measure nothing, only write tables and plots again")
     parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
@@ -109,7 +110,7 @@ def start(name: str, settings: argparse.Namespace, argv: Sequence[str]) -> Run:
         "python": platform.python_version(),
         "command": " ".join([f"python -m bench.{name}", *_without_places(argv)]),
     }
-    return Run(device, settings.small, seconds, info)
+    return Run(device, settings.small, seconds, info, settings.profile)
 
 
 def _without_places(argv: Sequence[str]) -> list[str]:

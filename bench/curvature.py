@@ -66,7 +66,7 @@ def one_product(
     """Time the summed curvature of one batch, times a vector."""
     with subject.task.session():
         curvature = make_curvature(subject, kind, precision, compiles=compiles)
-        timing = timed(lambda: curvature.product_on(v, subject.batch), run.device, run.seconds, compiles=compiles)
+        timing = timed(lambda: curvature.product_on(v, subject.batch), run, compiles=compiles)
     compiling = {"compile_seconds": timing.first - timing.seconds} if compiles else {}
     return timing.numbers | {"form": curvature.form.value} | compiling
 

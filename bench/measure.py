@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import eigentrace
 from bench.models import Batch, Entry
@@ -23,6 +25,7 @@ Precision = Literal["fp32", "bf16"]
 _LEAST_REPEAT = 0.05
 _MOST_REPEATS = 1000
 _REASON_LENGTH = 300
+_PROFILE_LENGTH = 12
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,15 @@ class Timing:
         }
 
 
-def timed(step: Callable[[], Any], device: torch.device, seconds: float, *, compiles: bool = False) -> Timing:
-    """Warm up, then repeat for about so many seconds and take the median."""
+def timed(step: Callable[[], Any], run: "Run", *, compiles: bool = False) -> Timing:
+    """Warm up, then repeat for about as many seconds as the run allows and take the median."""
     if compiles:
         torch.compiler.reset()  # code compiled for other models counts against a limit, beyond which nothing is
-    release(device)
-    first = clocked(step, device)
-    release(device)  # compiling takes memory of its own
-    warm = clocked(step, device)
-    together = max(1, math.ceil(min(_LEAST_REPEAT, seconds) / max(warm, 1e-6)))
+    release(run.device)
+    first = clocked(step, run.device)
+    release(run.device)  # compiling takes memory of its own
+    warm = clocked(step, run.device)
+    together = max(1, math.ceil(min(_LEAST_REPEAT, run.seconds) / max(warm, 1e-6)))
 
     def several() -> None:
         for _ in range(together):
@@ -64,10 +67,28 @@ def timed(step: Callable[[], Any], device: torch.device, seconds: float, *, comp
 
     repeats: list[float] = []
     start = time.perf_counter()
-    while not repeats or (time.perf_counter() - start < seconds and len(repeats) < _MOST_REPEATS):
-        repeats.append(clocked(several, device) / together)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    while not repeats or (time.perf_counter() - start < run.seconds and len(repeats) < _MOST_REPEATS):
+        repeats.append(clocked(several, run.device) / together)
+    peak = torch.cuda.max_memory_allocated(run.device) if run.on_gpu else None
+    if run.profile:
+        print("\n".join(profiled(step, run.device)), flush=True)
     return Timing(statistics.median(repeats), first, len(repeats), peak)
+
+
+def profiled(step: Callable[[], Any], device: torch.device) -> list[str]:
+    """Return the operations, or on a GPU the kernels, that one call spends most of its time in, as lines."""
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])) as found:
+        clocked(step, device)
+    which = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    # On a GPU the time of a kernel is also that of the operation which launched it: only kernels are counted.
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    spent = [(getattr(event, which), event) for event in found.key_averages() if event.device_type == kind]
+    total = sum(took for took, _ in spent) or 1.0
+    return [
+        f"    {took / 1000:9.2f} ms {took / total:6.1%} {event.count:6} × {event.key[:90]}"
+        for took, event in sorted(spent, key=lambda pair: pair[0], reverse=True)[:_PROFILE_LENGTH]
+    ]
 
 
 def clocked(work: Callable[[], Any], device: torch.device) -> float:
@@ -126,6 +147,9 @@ class Run:
     seconds: float
     """To spend on each number."""
     info: dict[str, str]
+    """When and by which versions and command."""
+    profile: bool = False
+    """Print what takes the time of each measurement."""
 
     @property
     def on_gpu(self) -> bool:

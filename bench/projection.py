@@ -78,7 +78,7 @@ def training(subject: Subject, run: Run, *, compiles: bool) -> Cell:
         optimizer.step()
 
     try:
-        timing = timed(step, run.device, run.seconds, compiles=compiles)
+        timing = timed(step, run, compiles=compiles)
     finally:
         model.zero_grad(set_to_none=True)
     return timing.numbers | {"rate": subject.size / timing.seconds, "compiled": compiles}
@@ -111,10 +111,10 @@ class RowPool:
         dense = tuple(DenseRows(part, self.task.layout) for part in parts)
         return dense[0] if len(dense) == 1 else StackedRows(dense)
 
-    def note(self, k: int) -> dict[str, str]:
+    def remarks(self, k: int) -> list[str]:
         """Say where rows were repeated."""
         count = len(self.matrix)
-        return {} if k <= count else {"note": f"The first {count} rows repeated: {k} do not fit beside the model."}
+        return [f"The first {count} rows repeated: {k} do not fit beside the model."] if k > count else []
 
     def unused(self, k: int) -> int:
         """Bytes of the matrix that a measurement at K does not touch."""
@@ -146,7 +146,12 @@ def forward_mode(subject: Subject, pool: RowPool, k: int, run: Run) -> Cell:
 def layerwise(subject: Subject, pool: RowPool, k: int, run: Run, *, compiles: bool) -> Cell:
     """Time layerwise reverse mode, squared norms included."""
     compute = Compute(engine="layerwise", precision=run.precision, batch="data", compile=compiles)
-    return projecting(make_job(pool, k, compute, norms=True), subject.batch, pool, run) | pool.note(k)
+    found = projecting(make_job(pool, k, compute, norms=True), subject.batch, pool, run)
+    remarks = pool.remarks(k)
+    slower = subject.task.coverage.without_rule
+    if slower:
+        remarks.append(f"{len(slower)} tensors without a rule went by a slower engine, among them {min(slower)}.")
+    return found | ({"note": " ".join(remarks)} if remarks else {})
 
 
 def make_job(pool: RowPool, k: int, compute: Compute, *, norms: bool) -> Job:
@@ -160,7 +165,7 @@ def projecting(job: Job, batch: Batch, pool: RowPool, run: Run) -> Cell:
     with job.task.session():
         steps = project(job, data)
         try:
-            timing = timed(lambda: next(steps), run.device, run.seconds, compiles=job.compute.compile)
+            timing = timed(lambda: next(steps), run, compiles=job.compute.compile)
         finally:
             steps.close()  # type: ignore[attr-defined]
     size = len(batch[-1])

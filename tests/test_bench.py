@@ -7,7 +7,7 @@ import pytest
 import torch
 from bench import curvature, projection
 from bench.command import main
-from bench.measure import Run, Subject, attempt, reason, timed
+from bench.measure import Run, Subject, attempt, profiled, reason, timed
 from bench.models import MODELS, SMALL
 from bench.plot import Line, panels_svg
 from bench.projection_page import render
@@ -108,8 +108,8 @@ def test_rows_are_repeated_where_they_do_not_fit(monkeypatch):
     assert pool.rows(2).count == 2
     written = pool.rows(10).dense(0, 10)
     assert torch.equal(written, torch.cat([pool.matrix, pool.matrix, pool.matrix[:2]]))
-    assert pool.note(4) == {}
-    assert "first 4 rows" in pool.note(10)["note"]
+    assert pool.remarks(4) == []
+    assert "first 4 rows" in pool.remarks(10)[0]
     assert pool.unused(3) == bytes_each
 
 
@@ -173,10 +173,15 @@ def test_goals_stand_beside_the_numbers(tmp_path):
 
 def test_timing_counts_calls_after_the_warm_up():
     calls = []
-    timing = timed(lambda: calls.append(1), CPU, 0.0)
+    timing = timed(lambda: calls.append(1), Run(CPU, True, 0.0, {}))
     assert timing.repeats == 1
     assert len(calls) == 3
     assert timing.peak is None
+
+
+def test_profiles_name_operations():
+    x = torch.ones(50, 50)
+    assert any("aten::mm" in line for line in profiled(lambda: x @ x, CPU))
 
 
 def test_reasons_are_short_and_name_no_folder():

@@ -1,5 +1,7 @@
 """Products of the training loss's curvature with vectors: Hessian or Gauss-Newton, over any number of batches."""
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from eigentrace.batch import tensors_of
+from eigentrace.batch import length_of, tensors_of
+from eigentrace.compiled import CompiledProduct, pays, signature
 from eigentrace.data import Data
 from eigentrace.errors import InputError
 from eigentrace.fallback import first_supported
@@ -53,7 +56,10 @@ class Curvature:
     form: Form = Form.DUAL
     hold: bool = True
     """Collate the examples once and hold them, if they are not too many."""
+    compile: bool = False
+    """Compile `matvec` for the micro-batches that are most common; others, such as an uneven last one, run as ever."""
     _held: list[Any] = field(default_factory=list, repr=False, compare=False)
+    _programs: dict[Any, CompiledProduct] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.precision not in ("fp32", "bf16"):
@@ -83,7 +89,7 @@ class Curvature:
 
     def matvec(self, v: Tensor) -> Tensor:  # (P,) -> (P,)
         """Multiply H with a vector: the sum over examples, then one division, so uneven batches weigh right."""
-        return self._accumulate(v, self._product)
+        return self._accumulate(v, self._compiled if self.compile else self._product)
 
     def matmat(self, V: Tensor) -> Tensor:  # (Q, P) -> (Q, P)
         """Multiply H with several vectors, many at a time through each batch where the model can be vmapped."""
@@ -118,6 +124,14 @@ class Curvature:
     def _product(self, tangents: Values, batch: Any) -> Values:
         return product_of(self.kind, self.form, self.precision)(self.task, self.task.params, tangents, batch)
 
+    def _compiled(self, tangents: Values, batch: Any) -> Values:
+        key = self.kind, self.form, self.precision
+        if key not in self._programs:
+            usual = Counter(signature(values) for values in self._held).most_common(1)
+            dtype = torch.bfloat16 if self.precision == "bf16" else self.task.layout.dtype
+            self._programs[key] = CompiledProduct(product_of(*key), usual[0][0] if usual else None, dtype)
+        return self._programs[key](self.task, self.task.params, tangents, batch)
+
     def _many(self, tangents: Values, batch: Any) -> Values:
         if self.form is not Form.REVERSE:
             product = product_of(self.kind, Form.FORWARD, self.precision)
@@ -142,3 +156,23 @@ def working_form(curvature: Curvature, batch: Any) -> Form:
         f"{type(curvature.task.model).__name__} cannot be differentiated twice. {{}} | Replace operations without "
         "derivatives; for Hugging Face models load with attn_implementation='eager'.",
     )
+
+
+def compiling_pays(curvature: Curvature, steps: int) -> bool:
+    """Tell whether `steps` products are enough work to compile for; never on a CPU, where it spares little.
+
+    The eager product is timed on one batch, so call this where it has run before.
+    """
+    device = curvature.task.layout.device
+    if device.type != "cuda":
+        return False
+    batches = curvature.batches()
+    batch = next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    v = torch.ones_like(curvature.task.vector)
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    curvature.product_on(v, batch)
+    torch.cuda.synchronize(device)
+    count = -(-curvature.num_examples // length_of(batch))
+    return pays(time.perf_counter() - start, steps * count, len(curvature.task.layout.names))

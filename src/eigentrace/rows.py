@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from eigentrace.errors import InputError
-from eigentrace.forms import Direct, Form, Outer
+from eigentrace.forms import Direct, Form
+from eigentrace.outer import Outer
 from eigentrace.vector import Layout
 
 

@@ -198,6 +198,11 @@ class Task:
         other._seal, other._is_own = None, False  # it holds its own copy of every number
         return other
 
+    def detached(self) -> dict[str, Tensor]:
+        """All parameters this task computes with, the selected ones as they are, no other one to be differentiated."""
+        own = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return own | self._fixed | self.params
+
     def tensors(self) -> dict[str, Tensor]:
         """All parameters and buffers this task computes with, selected or not."""
         own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())

@@ -1,7 +1,7 @@
 """Layerwise reverse mode: one forward and one backward pass per batch, and never a whole per-example gradient.
 
-Each use of a parameter yields the gradients of all examples as a form; the form is multiplied with the parameter's piece
-of the rows and dropped before the backward pass goes on. Parameters that no rule covers go by another engine, alone.
+Each use of a parameter yields the gradients of all examples as a form; the form is multiplied with the parameter's
+piece of the rows and dropped before the backward pass goes on. Parameters without a rule go by another engine, alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from eigentrace.batch import select, tensors_of
 from eigentrace.errors import UnsupportedError
-from eigentrace.forms import Form, square_norms
+from eigentrace.forms import Form
+from eigentrace.outer import square_norms
 from eigentrace.project.engine import Engine, Job, Projection
 from eigentrace.project.reverse import single_gradients
 from eigentrace.project.taps import Plan, Taps, UnplannedError, Watched, returned, survey
@@ -39,13 +40,12 @@ class Collected:
     squares: Tensor | None  # (B,)
     budget: int
     uses: Mapping[str, int]
-    leaves: Callable[[], Mapping[str, Tensor]]
     skipped: Mapping[str, str]
     waiting: dict[str, list[Form]] = field(default_factory=dict)
 
     def receive(self, watched: Watched, form: Form) -> None:
         """Multiply a gradient with its piece of the rows; keep it only while its norm waits for other uses."""
-        for name, own in returned(watched, form, self.leaves()):
+        for name, own in returned(watched, form):
             if name in self.skipped:
                 continue
             for part in self.job.rows.parts(name):
@@ -107,12 +107,12 @@ class Layerwise:
             squares=squares,
             budget=job.budget,
             uses=plan.uses,  # type: ignore[union-attr]
-            leaves=lambda: taps.leaves,
             skipped=plan.without_rule,  # type: ignore[union-attr]
         )
         taps = Taps(plan, size, layout.device, collected.receive)  # type: ignore[arg-type]
         with kernels(job):
-            losses = taps.run(job.task.params, lambda: job.function(job.task.params, batch))
+            values = job.task.detached()
+            losses = taps.run(job.task.params, lambda: job.function(values, batch))
         collected.finish()
         return Projection(features, squares, losses)
 
@@ -156,12 +156,12 @@ def make_plan(job: Job, batch: Any, size: int, known: Mapping[str, str]) -> Plan
         size: B.
         known: Parameters already known to have no rule.
     """
-    params = job.task.params
+    params, values = job.task.params, job.task.detached()
     with kernels(job):
         seen = []
         for count in (_FEW, _MORE):
             part = some(batch, count, size)
-            seen.append(survey(params, tensors_of(part), lambda part=part: job.function(params, part)))
+            seen.append(survey(params, tensors_of(part), lambda part=part: job.function(values, part)))
         plan = replace(Plan.of(*seen, _FEW, _MORE), without_rule=known)
         return _checked(job, plan, some(batch, _MORE, size))
 
@@ -177,12 +177,13 @@ def _checked(job: Job, plan: Plan, part: Any) -> Plan:
     forms: dict[str, list[Form]] = {name: [] for name in job.task.params}
 
     def receive(watched: Watched, form: Form) -> None:
-        for name, own in returned(watched, form, taps.leaves):
+        for name, own in returned(watched, form):
             forms[name].append(own)
 
     taps = Taps(plan, _MORE, job.task.layout.device, receive)
     try:
-        taps.run(job.task.params, lambda: job.function(job.task.params, part))
+        values = job.task.detached()
+        taps.run(job.task.params, lambda: job.function(values, part))
     except UnplannedError as error:
         raise UnsupportedError(str(error)) from None
     without = dict(plan.without_rule) | taps.without_rule

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eigentrace.forms import Dense, Direct, Form, OneHot, Outer, Windows
+from eigentrace.factors import Dense, OneHot, Windows
+from eigentrace.forms import Direct, Form
+from eigentrace.outer import Outer
 
 Maker = Callable[[Tensor], Form]
 Uses = list[tuple[Tensor, Maker]] | None

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from eigentrace.forms import Form, Outer, Written
+from eigentrace.forms import Form, Written
+from eigentrace.outer import Outer
 from eigentrace.project.rules import RULES, Call, Uses
 
 # Functions that autocast runs in the smaller type: casting their input here keeps one cast copy instead of two.
@@ -31,9 +32,10 @@ class Watched:
     """A parameter, or something made of parameters alone, by the path that led to it."""
 
     path: str
-    roots: tuple[str, ...]
     shadow: Tensor
     """The same numbers at the end of a graph of their own, along which gradients return to the roots."""
+    leaves: Mapping[str, Tensor]
+    """The roots at the beginning of that graph."""
     turned: bool | None = False
     """Whether it is its root transposed (or, False, the root itself in another type); None for anything else."""
     uses: int = 0
@@ -107,7 +109,6 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.visit = visit
         self.watched: dict[int, Watched] = {}
-        self.leaves: dict[str, Tensor] = {}
         self._alive: list[Any] = []  # what ids stand for must not be collected
         self._touched: set[int] | None = None
         if batch is not None:
@@ -115,8 +116,8 @@ class Watch(TorchFunctionMode):
             self._touched = {id(t) for t in self._alive}
         for name, value in params.items():
             with torch.enable_grad():
-                self.leaves[name] = value.detach().requires_grad_()
-            self.watched[id(value)] = Watched(name, (name,), self.leaves[name])
+                leaf = value.detach().requires_grad_()
+            self.watched[id(value)] = Watched(name, leaf, {name: leaf})
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -136,8 +137,9 @@ class Watch(TorchFunctionMode):
         found = {id(t): w for t in tensors_in(args, kwargs) if (w := self.watched.get(id(t))) is not None}
         if not found or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        output = None if func.__name__ in _CAST else func(*args, **kwargs)
+        output = None
         if func.__name__ not in _CAST:
+            output = func(*args, **kwargs)
             if id(output) in found or not any(t.is_floating_point() for t in tensors_in((output,))):
                 return output  # a view that is the tensor itself, a shape, a type
         visit = Visit(func, args, kwargs, found, output)
@@ -149,7 +151,7 @@ class Watch(TorchFunctionMode):
         with torch.enable_grad():
             args, kwargs = _swapped(visit.args, visit.kwargs, {key: w.shadow for key, w in visit.found.items()})
             shadow = visit.function(*args, **kwargs)
-        roots = tuple(dict.fromkeys(root for w in visit.found.values() for root in w.roots))
+        leaves = {root: leaf for w in visit.found.values() for root, leaf in w.leaves.items()}
         parts = shadow if isinstance(shadow, tuple | list) else (shadow,)
         plain = []
         for number, part in enumerate(parts):
@@ -157,7 +159,7 @@ class Watch(TorchFunctionMode):
             self._alive.append(value)
             if isinstance(part, Tensor) and part.requires_grad:
                 path = f"{visit.key[0]}/{visit.key[1]}.{number}"  # where it comes from is its name
-                self.watched[id(value)] = Watched(path, roots, part, _turn(visit, part))
+                self.watched[id(value)] = Watched(path, part, leaves, _turn(visit, part))
             plain.append(value)
         return type(shadow)(plain) if isinstance(shadow, tuple | list) else plain[0]
 
@@ -240,21 +242,18 @@ class Taps:
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.without_rule: dict[str, str] = {}
         self.sent: dict[str, int] = {}
-        self.leaves: Mapping[str, Tensor] = {}
 
     def run(self, params: Mapping[str, Tensor], function: Callable[[], Tensor]) -> Tensor:  # (B,)
         """Evaluate losses under the taps, and differentiate their sum."""
         with torch.enable_grad():
-            watch = Watch(params, self._visit)
-            self.leaves = watch.leaves
-            with watch:
+            with Watch(params, self._visit):
                 losses = function()
             if losses.requires_grad:
                 torch.autograd.grad(losses.sum(), self.anchor, allow_unused=True)
         return losses.detach()
 
     def _visit(self, visit: Visit) -> Tensor | None:
-        if all(root in self.plan.without_rule for w in visit.found.values() for root in w.roots):
+        if all(root in self.plan.without_rule for w in visit.found.values() for root in w.leaves):
             return visit.output
         if visit.key not in self.plan.batch_dims or self.plan.functions[visit.key] != visit.name:
             if visit.key in self.plan.functions or self.plan.uses:
@@ -273,7 +272,7 @@ class Taps:
 
     def _refuse(self, visit: Visit, why: str) -> Any:
         for watched in visit.found.values():
-            self.without_rule.update({root: f"{visit.name} {why}" for root in watched.roots})
+            self.without_rule.update({root: f"{visit.name} {why}" for root in watched.leaves})
         return visit.output
 
     def _tap(self, visit: Visit, output: Tensor, uses: list) -> Tensor:
@@ -282,12 +281,14 @@ class Taps:
         inputs = [t for t in tensors_in(visit.args, visit.kwargs) if id(t) not in visit.found]
         versions = [t._version for t in inputs]
         targets = [(visit.found[id(value)], make) for value, make in uses]
+        name = visit.name
         for watched, _ in targets:
-            self.sent.update({root: self.sent.get(root, 0) + 1 for root in watched.roots})
+            self.sent.update({root: self.sent.get(root, 0) + 1 for root in watched.leaves})
 
+        # It must not refer to the visit, which holds the output, which holds this hook: nothing would free the circle.
         def send(gradient: Tensor) -> None:
             if [t._version for t in inputs] != versions:
-                raise UnplannedError(f"{visit.name} met an input that was overwritten after it was used.")
+                raise UnplannedError(f"{name} met an input that was overwritten after it was used.")
             for watched, make in targets:
                 self.receive(watched, make(gradient))
             targets.clear()
@@ -310,15 +311,16 @@ class _Root(torch.autograd.Function):
         return None, None
 
 
-def returned(watched: Watched, form: Form, leaves: Mapping[str, Tensor]) -> Iterator[tuple[str, Form]]:
+def returned(watched: Watched, form: Form) -> Iterator[tuple[str, Form]]:
     """Pass a gradient of something made of parameters back to the parameters it was made of."""
     if watched.turned is not None and not (watched.turned and not _is_flat_outer(form)):
-        yield watched.roots[0], form.transposed() if watched.turned else form  # type: ignore[attr-defined]
+        (root,) = watched.leaves
+        yield root, form.transposed() if watched.turned else form  # type: ignore[attr-defined]
         return
-    for root in watched.roots:
-        leaf, shadow = leaves[root], watched.shadow
+    shadow = watched.shadow
+    for root, leaf in watched.leaves.items():
 
-        def write(start: int, stop: int, leaf: Tensor = leaf, shadow: Tensor = shadow) -> Tensor:
+        def write(start: int, stop: int, leaf: Tensor = leaf) -> Tensor:
             gradients = form.write(start, stop).reshape(stop - start, *shadow.shape).to(shadow.dtype)
             with torch.enable_grad():
                 (found,) = torch.autograd.grad(shadow, leaf, gradients, is_grads_batched=True, retain_graph=True)

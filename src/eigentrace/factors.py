@@ -1,0 +1,130 @@
+"""The two sides of a per-example gradient: numbers per token, lookups, and what a convolution's kernel sees."""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eigentrace.wide import bmm, wide
+
+
+class Factor(Protocol):
+    """One side of a sum of outer products: `width` numbers for each of `tokens` terms of each example and group."""
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Numbers per token."""
+        ...
+
+    def take(self, start: int, stop: int) -> Tensor:  # (n, g, T, width)
+        """Write out some examples."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A factor given as numbers."""
+
+    value: Tensor  # (B, g, T, width)
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.value.shape[2]
+
+    @property
+    def width(self) -> int:
+        """Numbers per token."""
+        return self.value.shape[3]
+
+    def take(self, start: int, stop: int) -> Tensor:
+        """Return some examples."""
+        return self.value[start:stop]
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """A factor that picks one of `width` rows per token, as a lookup does."""
+
+    index: Tensor  # (B, T)
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.index.shape[1]
+
+    def take(self, start: int, stop: int) -> Tensor:
+        """Write out some examples."""
+        return F.one_hot(self.index[start:stop], self.width)[:, None]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What a convolution's kernel sees: one token per output position, unfolded only when it is asked for."""
+
+    value: Tensor  # (B·m, g·c, *spatial), padded
+    examples: int
+    groups: int
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Output positions along each spatial dimension."""
+        sizes = zip(self.value.shape[2:], self.kernel, self.stride, self.dilation, strict=True)
+        return tuple((size - (k - 1) * d - 1) // s + 1 for size, k, s, d in sizes)
+
+    @property
+    def tokens(self) -> int:
+        """T, all output positions of an example."""
+        return len(self.value) // self.examples * math.prod(self.positions)
+
+    @property
+    def width(self) -> int:
+        """Numbers under the kernel, within one group."""
+        return self.value.shape[1] // self.groups * math.prod(self.kernel)
+
+    def take(self, start: int, stop: int) -> Tensor:
+        """Unfold some examples."""
+        merged, dims = len(self.value) // self.examples, len(self.kernel)
+        x = self.value[start * merged : stop * merged]
+        for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
+            x = x.unfold(2 + axis, (k - 1) * d + 1, s)[..., ::d]
+        x = x.reshape(stop - start, merged, self.groups, -1, *x.shape[2:])  # (n, m, g, c, *positions, *kernel)
+        order = (0, 2, 1, *range(4, 4 + dims), 3, *range(4 + dims, 4 + 2 * dims))
+        return x.permute(order).reshape(stop - start, self.groups, self.tokens, self.width)
+
+
+def rotated(factor: Factor, basis: Tensor | None, examples: int) -> Factor:
+    """Turn the numbers of every token into another basis; None leaves them."""
+    if basis is None:
+        return factor
+    if isinstance(factor, OneHot):
+        return Dense(basis[factor.index][:, None])
+    whole = factor.take(0, examples)
+    return Dense(whole @ basis.to(whole.dtype))
+
+
+def token_products(a: Factor, b: Factor, start: int, stop: int) -> Tensor:  # (n, g, T, T')
+    """Multiply every token of one factor with every token of another, example by example."""
+    if isinstance(a, OneHot) and isinstance(b, OneHot):
+        return (a.index[start:stop, :, None] == b.index[start:stop, None, :])[:, None].to(torch.float32)
+    if isinstance(a, OneHot):
+        index = a.index[start:stop, :, None].expand(-1, -1, b.tokens)
+        return wide(b.take(start, stop)[:, 0].transpose(1, 2).gather(1, index))[:, None]
+    if isinstance(b, OneHot):
+        return token_products(b, a, start, stop).transpose(2, 3)
+    left, right = a.take(start, stop), b.take(start, stop)
+    groups = left.shape[1]
+    products = bmm(left.flatten(0, 1), right.flatten(0, 1).transpose(1, 2))
+    return products.unflatten(0, (-1, groups))

@@ -1,0 +1,191 @@
+"""Per-example gradients Σₜ leftₜ ⊗ rightₜ of a matrix that meets T tokens.
+
+They are multiplied with rows, normed and rotated from their factors; they are written out only a chunk at a time, and
+only where that is cheaper.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eigentrace.factors import Factor, OneHot, rotated, token_products
+from eigentrace.forms import Form, Written
+from eigentrace.wide import bmm, mm, wide, wide_type
+
+# Floating-point operations that take as long as moving one byte. H200: 600 TFLOP/s in bf16, 50 in fp32, against
+# 3.3 TB/s through a batched product and back; a CPU core: some 50 GFLOP/s against 6 GB/s.
+_INTENSITY = {("cuda", 2): 180.0, ("cuda", 4): 15.0}
+_CPU_INTENSITY = 8.0
+# Written-out gradients at a time. A GPU wants long products; on a CPU a chunk should stay in the cache.
+_LARGEST_CHUNK = {"cuda": 2**30, "cpu": 2**23}
+# Examples of a chunk: enough to reuse each piece of the rows, few enough to leave room for long pieces.
+_EXAMPLES_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Gradients Σₜ leftₜ ⊗ rightₜ of a matrix (g, L, R), flattened: never written out for the whole batch."""
+
+    left: Factor
+    right: Factor
+    examples: int
+    groups: int = 1
+
+    @property
+    def numel(self) -> int:
+        """p."""
+        return self.groups * self.left.width * self.right.width
+
+    def transposed(self) -> "Outer":
+        """Return the gradients of the transposed matrix."""
+        return Outer(self.right, self.left, self.examples)
+
+    def write(self, start: int, stop: int) -> Tensor:
+        """Write out the gradients of some examples."""
+        return self._write(start, stop, slice(None)).reshape(stop - start, self.numel)
+
+    def dot(self, rows: Tensor, budget: int) -> Tensor:
+        """Multiply with dense rows, the cheapest way."""
+        if isinstance(self.left, OneHot):
+            return self._look_up(rows, budget)
+        if self.groups == 1 and self._contracting_pays(rows):
+            return self._contract(rows, budget)
+        return self._materialise(rows, budget)
+
+    def pick(self, index: Tensor) -> Tensor:
+        """Take single coordinates: a product of two numbers per token."""
+        group, rest = index // (self.left.width * self.right.width), index % (self.left.width * self.right.width)
+        row, column = rest // self.right.width, rest % self.right.width
+        return self._pairs(group, row, column, self.left, self.right)
+
+    def rotate(self, left: Tensor | None, right: Tensor | None, pairs: Tensor) -> Tensor:  # (2, k) -> (B, k)
+        """Take coordinates in a rotated basis: ⟨left[:, i] ⊗ right[:, j], gradient⟩ for each pair (i, j).
+
+        Rotating the factors costs T·(L·r + R·s) where dense rows cost at least k·L·R. None stands for no rotation.
+        """
+        row, column = pairs
+        zero = torch.zeros_like(row)
+        a, b = rotated(self.left, left, self.examples), rotated(self.right, right, self.examples)
+        return self._pairs(zero, row, column, a, b)
+
+    def square_norms(self, budget: int) -> Tensor:
+        """Sum the squares: by the T × T products between tokens, or by writing gradients out, whichever is cheaper."""
+        tokens, left, right = self.left.tokens, self.left.width, self.right.width
+        by_tokens = 2 * tokens * tokens * (1 / left + 1 / right)
+        if isinstance(self.left, OneHot) or by_tokens < 2 * tokens + _intensity(_sample(self.right)):
+            return self.inner(self, budget)
+        chunks = self._chunks(budget)
+        squares = [wide(self._write(s, e, slice(None))).square().sum(dim=(1, 2, 3)) for s, e in chunks]
+        return torch.cat(squares)
+
+    def inner(self, other: "Outer", budget: int) -> Tensor:  # (B,)
+        """Multiply with the gradients of another form of the same matrix: Σ (left·left')(right·right') over tokens."""
+        bytes_each = 8 * self.groups * self.left.tokens * other.left.tokens
+        at_once = max(1, budget // max(bytes_each, 1))
+        results = []
+        for start in range(0, self.examples, at_once):
+            stop = min(start + at_once, self.examples)
+            left = token_products(self.left, other.left, start, stop)
+            right = token_products(self.right, other.right, start, stop)
+            results.append((left * right).sum(dim=(1, 2, 3)))
+        return torch.cat(results)
+
+    def _contracting_pays(self, rows: Tensor) -> bool:
+        """Compare operations per parameter: write out and multiply, or carry every row through every token."""
+        tokens, count = self.left.tokens, len(rows)
+        traffic = 2 * rows.element_size() * _intensity(rows)
+        wide = max(self.left.width, self.right.width)
+        return 2 * tokens * count + traffic * tokens * count / wide < 2 * (tokens + count) + traffic
+
+    def _contract(self, rows: Tensor, budget: int) -> Tensor:
+        """Multiply rows with the wider factor of each token first, then with the other."""
+        count, width, other = len(rows), self.left.width, self.right.width
+        cube = rows.unflatten(1, (width, other))  # (K, L, R)
+        wide, narrow = (self.left, self.right) if width >= other else (self.right, self.left)
+        cube = cube if width >= other else cube.transpose(1, 2)  # (K, wide, narrow)
+        at_once = max(1, budget // (count * narrow.tokens * narrow.width * rows.element_size()))
+        results = []
+        for start in range(0, self.examples, at_once):
+            stop = min(start + at_once, self.examples)
+            a = wide.take(start, stop).to(rows.dtype).reshape(-1, wide.width)  # (n·T, wide)
+            half = torch.matmul(a[None], cube).view(count, stop - start, -1)  # (K, n, T·narrow)
+            b = narrow.take(start, stop).to(rows.dtype).reshape(stop - start, -1, 1)
+            results.append(bmm(half.transpose(0, 1), b).squeeze(2))
+        return torch.cat(results)
+
+    def _materialise(self, rows: Tensor, budget: int) -> Tensor:
+        """Write out a chunk of gradients, multiply it with the rows' chunk, and go on."""
+        wide, size = wide_type(rows.dtype), self.left.width * self.right.width
+        out = torch.zeros(len(rows), self.examples, dtype=wide, device=rows.device)
+        # Chunks of whole groups, or of the left factor's coordinates: contiguous in the rows either way.
+        units, unit = (self.groups, size) if self.groups > 1 else (self.left.width, self.right.width)
+        largest = min(budget, _LARGEST_CHUNK.get(rows.device.type, 2**30)) // (unit * rows.element_size())
+        for start, stop in self._spans(self.examples, min(_EXAMPLES_AT_ONCE, max(1, largest))):
+            left, right = (f.take(start, stop).to(rows.dtype) for f in (self.left, self.right))
+            for low, high in self._spans(units, max(1, largest // (stop - start))):
+                part = left[:, low:high] if self.groups > 1 else left[..., low:high]
+                other = right[:, low:high] if self.groups > 1 else right
+                written = (part.transpose(2, 3) @ other).reshape(stop - start, -1)
+                # Rows first: the result's long side then is the examples, which suits the matrix units at any K.
+                out[:, start:stop] += mm(rows[:, low * unit : high * unit], written.T)
+        return out.T
+
+    def _look_up(self, rows: Tensor, budget: int) -> Tensor:
+        """Gather the rows' entries of each token."""
+        index, width = self.left.index, self.right.width  # type: ignore[attr-defined]
+        cube = rows.unflatten(1, (self.left.width, width))  # (K, L, R)
+        bytes_each = 2 * len(rows) * self.left.tokens * width * rows.element_size()
+        results = []
+        for start, stop in self._spans(self.examples, max(1, budget // max(bytes_each, 1))):
+            picked = cube.index_select(1, index[start:stop].reshape(-1)).view(len(rows), stop - start, -1)
+            right = self.right.take(start, stop).to(rows.dtype).reshape(stop - start, -1, 1)
+            results.append(bmm(picked.transpose(0, 1), right).squeeze(2))
+        return torch.cat(results)
+
+    def _pairs(self, group: Tensor, row: Tensor, column: Tensor, left: Factor, right: Factor) -> Tensor:
+        b = right.take(0, self.examples)
+        if isinstance(left, OneHot):
+            hit = left.index[:, :, None] == row  # (B, T, k)
+            return (hit * b[:, 0][:, :, column]).sum(dim=1)
+        a = left.take(0, self.examples)
+        # (k, B, T): the advanced indices stand apart, so they come first.
+        return (a[:, group, :, row] * b[:, group, :, column]).sum(dim=2).T
+
+    def _write(self, start: int, stop: int, rows: slice) -> Tensor:  # (n, g, l, R)
+        left, right = self.left.take(start, stop), self.right.take(start, stop)
+        dtype = torch.promote_types(left.dtype, right.dtype)
+        return left[..., rows].transpose(2, 3).to(dtype) @ right.to(dtype)
+
+    def _chunks(self, budget: int) -> list[tuple[int, int]]:
+        return self._spans(self.examples, max(1, budget // (8 * self.numel)))
+
+    @staticmethod
+    def _spans(total: int, at_once: int) -> list[tuple[int, int]]:
+        return [(start, min(start + at_once, total)) for start in range(0, total, at_once)]
+
+
+def square_norms(forms: Sequence[Form], budget: int) -> Tensor:  # (B,)
+    """Sum the squares of gradients that are sums of several forms: a parameter used more than once."""
+    if len(forms) == 1:
+        return forms[0].square_norms(budget)
+    if all(isinstance(form, Outer) and form.groups == 1 for form in forms):
+        outers: Sequence[Outer] = forms  # type: ignore[assignment]
+        crossed = [a.inner(b, budget) for i, a in enumerate(outers) for b in outers[i + 1 :]]
+        return sum((f.square_norms(budget) for f in outers), 2 * sum(crossed))  # type: ignore[return-value]
+    first = forms[0].write(0, 1)
+    whole = Written(
+        lambda start, stop: sum(wide(form.write(start, stop)) for form in forms),  # type: ignore[arg-type,return-value]
+        forms[0].examples,
+        first.shape[1] * 4 * (len(forms) + 1),
+    )
+    return whole.square_norms(budget)
+
+
+def _sample(factor: Factor) -> Tensor:
+    return factor.take(0, 1)
+
+
+def _intensity(like: Tensor) -> float:
+    return _INTENSITY.get((like.device.type, like.element_size()), _CPU_INTENSITY)

@@ -1,0 +1,28 @@
+"""Products whose sums run in at least float32, whatever the type of the factors."""
+
+import torch
+from torch import Tensor
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type sums run in: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Bring a tensor to the type sums run in."""
+    return tensor.to(wide_type(tensor.dtype))
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply with sums in at least float32, without copying the factors where the device can."""
+    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return wide(a @ b)
+
+
+def bmm(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply batches of matrices with sums in at least float32."""
+    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return wide(a) @ wide(b)
