@@ -9,6 +9,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -42,13 +43,12 @@ def measure(subject: Subject, recorder: Recorder, settings: argparse.Namespace) 
         say(f"{subject.entry.title:18} {name:32} " + _line(found))
 
     if settings.fit:
-        method = SMALL_FIT if run.small else FIT
-        if settings.steps is not None:
-            method = replace(method, steps=settings.steps, keep=min(method.keep, settings.steps))
-        cell(fit_cell(method.steps), partial(fit, subject, method, run))
+        for mode in settings.modes or ("auto",):
+            method = chosen_fit(run.small, settings.steps, mode)
+            cell(fit_cell(method.steps, mode), partial(fit, subject, method, run))
         return
     v = random_unit(subject.task.vector)
-    for kind, precision, mode in product(settings.kinds, settings.precisions, settings.modes):
+    for kind, precision, mode in product(settings.kinds, settings.precisions, settings.modes or ("eager",)):
         work = partial(one_product, subject, v, run, kind, precision, compiles=mode == "compiled")
         cell(product_cell(kind, precision, mode), work)
 
@@ -63,12 +63,19 @@ def make_curvature(subject: Subject, kind: Kind, precision: Precision, *, compil
 def one_product(
     subject: Subject, v: torch.Tensor, run: Run, kind: Kind, precision: Precision, *, compiles: bool
 ) -> Cell:
-    """Time the summed curvature of one batch, times a vector."""
+    """Time the curvature of one batch, times a vector."""
     with subject.task.session():
         curvature = make_curvature(subject, kind, precision, compiles=compiles)
-        timing = timed(lambda: curvature.product_on(v, subject.batch), run, compiles=compiles)
-    compiling = {"compile_seconds": timing.first - timing.seconds} if compiles else {}
-    return timing.numbers | {"form": curvature.form.value} | compiling
+        timing = timed(lambda: curvature.matvec(v), run, compiles=compiles)
+    return timing.numbers | {"form": curvature.form.value, "compiled": compiles}
+
+
+def chosen_fit(small: bool, steps: int | None, mode: str) -> et.Arnoldi:
+    """Return the settings of a fit, with other steps and another way to run than usual if asked for."""
+    method = SMALL_FIT if small else FIT
+    if steps is not None:
+        method = replace(method, steps=steps, keep=min(method.keep, steps))
+    return method if mode == "auto" else replace(method, compile=mode == "compiled")
 
 
 def fit(subject: Subject, method: et.Arnoldi, run: Run) -> Cell:
@@ -80,7 +87,7 @@ def fit(subject: Subject, method: et.Arnoldi, run: Run) -> Cell:
     with warnings.catch_warnings(record=True) as caught, watch.on_fits():
         warnings.simplefilter("always")
         total = clocked(lambda: method.fit(subject.task, et.Data.from_batches(batches)), run.device)
-    settings = {"steps": method.steps, "keep": method.keep, "sample": method.sample, "precision": method.precision}
+    settings = {name: getattr(method, name) for name in ("steps", "keep", "sample", "precision", "compile")}
     said = sorted({str(w.message) for w in caught if issubclass(w.category, EigentraceWarning)})
     return {"seconds": total, "parts": watch.parts(), "peak": _peak(run), "settings": settings, "warnings": said}
 
@@ -90,7 +97,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.seconds: dict[str, float] = {}
+        self.calls: dict[str, list[float]] = {}
 
     def around(self, name: str, function: Callable) -> Callable:
         """Return a function whose calls are timed."""
@@ -98,12 +105,12 @@ class Stopwatch:
         def timed_function(*args: Any, **options: Any) -> Any:
             results: list[Any] = []
             took = clocked(lambda: results.append(function(*args, **options)), self.device)
-            self.seconds[name] = self.seconds.get(name, 0.0) + took
+            self.calls.setdefault(name, []).append(took)
             return results[0]
 
         return timed_function
 
-    def on_fits(self) -> Any:
+    def on_fits(self) -> AbstractContextManager:
         """Time what `Arnoldi.fit` is made of, while the context lasts."""
         iterate = arnoldi.lanczos
 
@@ -119,10 +126,11 @@ class Stopwatch:
         )
 
     def parts(self) -> dict[str, float]:
-        """Return the seconds of each part."""
-        spent = dict(self.seconds)
-        spent["orthogonalisation"] = spent.pop("iteration") - spent["products"]
-        return spent
+        """Return the seconds of each part; the first product, which may be compiled, for itself."""
+        spent = {name: sum(calls) for name, calls in self.calls.items()}
+        first, every = self.calls["products"][0], spent["products"]
+        orthogonalising = spent.pop("iteration") - every
+        return spent | {"first product": first, "products": every - first, "orthogonalisation": orthogonalising}
 
 
 def _peak(run: Run) -> int | None:
@@ -136,17 +144,15 @@ def _line(cell: Cell) -> str:
     if "parts" in cell:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in cell["parts"].items())
         return f"{cell['seconds']:.1f} s ({parts}){peak}"
-    compiling = "" if "compile_seconds" not in cell else f", compiled in {cell['compile_seconds']:.0f} s"
-    return f"{cell['milliseconds']:.1f} ms{peak}{compiling}"
+    return f"{cell['milliseconds']:.1f} ms{peak}, warm-up {cell['warm_up_seconds']:.1f} s"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = options("Milliseconds and memory of curvature products, or a whole fit.")
     parser.add_argument("--kinds", type=choices(*KINDS), default=list(KINDS), help=",".join(KINDS))
     parser.add_argument("--precisions", type=choices(*PRECISIONS), default=list(PRECISIONS), help=",".join(PRECISIONS))
-    parser.add_argument(
-        "--modes", type=choices(*MODES), default=["eager"], help=",".join(MODES) + "; eager if left out"
-    )
+    modes = "eager,compiled; eager if left out, and for a fit what it decides itself"
+    parser.add_argument("--modes", type=choices(*MODES), help=modes)
     parser.add_argument("--fit", action="store_true", help="measure a whole Arnoldi fit instead of products")
     parser.add_argument("--steps", type=int, help="products of the fit: 200, or 20 with --small")
     return parser

@@ -9,7 +9,7 @@ from bench.record import Notes, Record, heading, judged, memory, millions, read,
 KINDS, PRECISIONS, MODES = ("hessian", "gauss-newton"), ("fp32", "bf16"), ("eager", "compiled")
 FIT_GOAL = ("vit_l_32", 200, 180.0)
 """A fit of ViT-L/32 with this many products takes at most so many seconds on an H200."""
-PARTS = ("checks", "products", "orthogonalisation", "eigenvectors")
+PARTS = ("checks", "first product", "products", "orthogonalisation", "eigenvectors")
 
 
 def product_cell(kind: str, precision: str, mode: str) -> str:
@@ -17,9 +17,9 @@ def product_cell(kind: str, precision: str, mode: str) -> str:
     return f"{kind}/{precision}/{mode}"
 
 
-def fit_cell(steps: int) -> str:
+def fit_cell(steps: int, mode: str) -> str:
     """Name the cell of a fit."""
-    return f"fit/{steps}"
+    return f"fit/{steps}/{mode}"
 
 
 def render(out: Path, small: bool) -> None:
@@ -44,7 +44,7 @@ def _machine(models: dict[str, Record], has_goal: bool) -> list[str]:
         headings += ["eager, ms", "compiled, ms", "compiling, s", "eager, GiB", "compiled, GiB"]
         lines += ["", "One product with a vector, on one batch:", "", *table(headings, products)]
     if fits:
-        headings = ["model", "steps", "keep", "sample", "precision", "seconds", *PARTS, "GiB"]
+        headings = ["model", "steps", "keep", "sample", "precision", "compiled", "seconds", *PARTS, "GiB"]
         lines += ["", "A whole fit, `Arnoldi(...).fit`, with its parts in seconds:", "", *table(headings, fits)]
     return lines + (["", *notes.lines()] if notes.texts else [])
 
@@ -63,7 +63,7 @@ def _products(record: Record, notes: Notes) -> Iterator[list[str]]:
             precision,
             form,
             *(shown(cell, "milliseconds", ",.1f", notes) for cell in (eager, compiled)),
-            shown(compiled, "compile_seconds", ",.0f", notes),
+            shown(compiled, "warm_up_seconds", ",.0f", notes),
             *(memory(cell, notes) for cell in (eager, compiled)),
         ]
 
@@ -73,7 +73,8 @@ def _fits(model: str, record: Record, has_goal: bool, notes: Notes) -> Iterator[
         if not name.startswith("fit/"):
             continue
         if "failed" in cell:
-            yield [record["title"], name.removeprefix("fit/"), "–", "–", "–", shown(cell, "", "", notes), *["–"] * 5]
+            steps, mode = name.split("/")[1:]
+            yield [record["title"], steps, "–", "–", "–", mode, shown(cell, "", "", notes), *["–"] * (len(PARTS) + 1)]
             continue
         settings = cell["settings"]
         goal = FIT_GOAL[2] if has_goal and FIT_GOAL[:2] == (model, settings["steps"]) else None
@@ -81,6 +82,7 @@ def _fits(model: str, record: Record, has_goal: bool, notes: Notes) -> Iterator[
         yield [
             record["title"],
             *(f"{settings[key]}" for key in ("steps", "keep", "sample", "precision")),
+            {True: "yes", False: "no"}.get(settings["compile"], "auto"),
             judged(f"{cell['seconds']:.1f}", cell["seconds"], goal) + marks,
             *(f"{cell['parts'].get(part, 0.0):.1f}" for part in PARTS),
             memory(cell, notes),

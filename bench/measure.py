@@ -6,8 +6,10 @@ import platform
 import re
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,12 +19,15 @@ from torch.profiler import ProfilerActivity, profile
 
 import eigentrace
 from bench.models import Batch, Entry
+from eigentrace.errors import EigentraceWarning
 
 Cell = dict[str, Any]
 Precision = Literal["fp32", "bf16"]
 
 # Calls timed together last at least this long, so that launching a kernel is not waited for call by call.
 _LEAST_REPEAT = 0.05
+# Calls before any is timed: an engine plans on the first, and compiles on the second.
+_WARM_UP = 3
 _MOST_REPEATS = 1000
 _REASON_LENGTH = 300
 _PROFILE_LENGTH = 12
@@ -34,8 +39,8 @@ class Timing:
 
     seconds: float
     """Median of one call."""
-    first: float
-    """The first call, with whatever is compiled or planned in it."""
+    warm_up: float
+    """What the first calls took beyond that: choosing, planning, compiling."""
     repeats: int
     peak: int | None
     """Most bytes of GPU memory in use at a time; None on a CPU."""
@@ -45,34 +50,41 @@ class Timing:
         """What a cell says about it."""
         return {
             "milliseconds": 1000 * self.seconds,
-            "first_seconds": self.first,
+            "warm_up_seconds": self.warm_up,
             "repeats": self.repeats,
             "peak": self.peak,
         }
 
 
 def timed(step: Callable[[], Any], run: "Run", *, compiles: bool = False) -> Timing:
-    """Warm up, then repeat for about as many seconds as the run allows and take the median."""
-    if compiles:
-        torch.compiler.reset()  # code compiled for other models counts against a limit, beyond which nothing is
-    release(run.device)
-    first = clocked(step, run.device)
-    release(run.device)  # compiling takes memory of its own
-    warm = clocked(step, run.device)
-    together = max(1, math.ceil(min(_LEAST_REPEAT, run.seconds) / max(warm, 1e-6)))
+    """Warm up, then repeat for about as many seconds as the run allows and take the median.
 
-    def several() -> None:
-        for _ in range(together):
-            step()
+    Where the step should be compiled, a warning that it is not counts as a failure: an eager number must not stand for
+    a compiled one.
+    """
+    with warnings.catch_warnings():
+        if compiles:
+            warnings.simplefilter("error", EigentraceWarning)
+            torch.compiler.reset()  # what was compiled for other models counts against a limit
+        release(run.device)
+        warm = [clocked(step, run.device) for _ in range(_WARM_UP)]
+        release(run.device)  # compiling takes memory of its own
+        together = max(1, math.ceil(min(_LEAST_REPEAT, run.seconds) / max(warm[-1], 1e-6)))
+        repeats: list[float] = []
+        start = time.perf_counter()
+        while not repeats or (time.perf_counter() - start < run.seconds and len(repeats) < _MOST_REPEATS):
+            repeats.append(clocked(partial(several, step, together), run.device) / together)
+        peak = torch.cuda.max_memory_allocated(run.device) if run.on_gpu else None
+        if run.profile:
+            print("\n".join(profiled(step, run.device)), flush=True)
+    seconds = statistics.median(repeats)
+    return Timing(seconds, max(0.0, sum(warm) - len(warm) * seconds), len(repeats), peak)
 
-    repeats: list[float] = []
-    start = time.perf_counter()
-    while not repeats or (time.perf_counter() - start < run.seconds and len(repeats) < _MOST_REPEATS):
-        repeats.append(clocked(several, run.device) / together)
-    peak = torch.cuda.max_memory_allocated(run.device) if run.on_gpu else None
-    if run.profile:
-        print("\n".join(profiled(step, run.device)), flush=True)
-    return Timing(statistics.median(repeats), first, len(repeats), peak)
+
+def several(step: Callable[[], Any], count: int) -> None:
+    """Call a step several times, keeping nothing of what it returns."""
+    for _ in range(count):
+        step()
 
 
 def profiled(step: Callable[[], Any], device: torch.device) -> list[str]:

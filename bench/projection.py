@@ -179,7 +179,7 @@ def _line(cell: Cell) -> str:
     if "failed" in cell:
         return cell["failed"]
     peak = "" if cell["peak"] is None else f", {cell['peak'] / 2**30:.1f} GiB"
-    return f"{cell['rate']:,.1f} examples/s{peak}, first batch {cell['first_seconds']:.1f} s"
+    return f"{cell['rate']:,.1f} examples/s{peak}, warm-up {cell['warm_up_seconds']:.1f} s"
 
 
 def _parser() -> argparse.ArgumentParser:

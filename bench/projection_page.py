@@ -112,6 +112,9 @@ def _machine(rows: Sequence[Row], small: bool) -> list[str]:
     if any(cell.get("peak") for row in rows for cell in row.record["cells"].values()):
         lines += ["", "Peak memory in GiB, with the model, its batch and the rows in use:", ""]
         lines += _grid(rows, ks, lambda row, k, cell: memory(cell, notes))
+    if any(row.compiles for row in rows):
+        lines += ["", "Seconds of planning and compiling before batches run at these speeds:", ""]
+        lines += _grid(rows, ks, lambda row, k, cell: shown(cell, "warm_up_seconds", ".0f", notes))
     return lines + (["", *notes.lines()] if notes.texts else [])
 
 

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 import eigentrace as et
+from eigentrace.basis import Vectors
 from eigentrace.curvature import Curvature, working_form
 from eigentrace.data import as_data
 from eigentrace.errors import TaskError
+from eigentrace.products import Form
 from models import CASES, make
 
 pytestmark = [
@@ -66,8 +68,8 @@ def test_bf16_autocast_runs_a_transformer_in_every_path():
 
 @pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
 @pytest.mark.parametrize("name", CASES)
-def test_bf16_products_are_close_in_whichever_form_works(name, kind):
-    # Autocast and torch.func meet mixed types in attention, and then the product falls back to double backward.
+def test_bf16_products_are_close_and_need_no_second_backward(name, kind):
+    # Autocast acts below torch.func, where softmax's backward meets mixed types; dual numbers see its casts.
     case = make(name)
     task = on_gpu(case.task)
     task = et.Task(task.model.float(), outputs=task._outputs, output_loss=task._output_loss)
@@ -78,12 +80,61 @@ def test_bf16_products_are_close_in_whichever_form_works(name, kind):
     with task.session():
         full, half = (dataclasses.replace(c, form=working_form(c, batch)) for c in (full, half))
         exact, first = full.matvec(v), half.matvec(v)
+        assert half.form is Form.DUAL or name == "recurrent"  # LSTM cells have no forward mode on a GPU
         assert (first - exact).norm() < 0.1 * exact.norm()
         # Autocast's cache of cast weights once grew with every product.
         held = torch.cuda.memory_allocated()
         for _ in range(3):
             half.matvec(v)
         assert torch.cuda.memory_allocated() <= held
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_vectors_keep_the_digits_of_float32(monkeypatch, dtype, place):
+    monkeypatch.setattr("eigentrace.basis._CHUNK_NUMBERS", 1 << 17)
+    size = 70_001
+    vectors = Vectors(20, torch.zeros(size, device="cuda"), et.Basis(dtype=dtype, place=place))
+    for i in range(20):
+        vectors.put(i, torch.randn(size, device="cuda") / size**0.5)
+    w = torch.randn(size, device="cuda")
+    for count in (1, 7, 20):
+        stored = vectors.store[:count].cuda().double()
+        assert ((vectors.dots(count, w) - stored @ w.double()).abs() <= 2e-6 * w.norm()).all()
+        for coefficients in (torch.randn(count), torch.randn(3, count)):
+            exact = coefficients.cuda().double() @ stored
+            assert (vectors.combine(coefficients) - exact).abs().max() <= 2e-6 * exact.abs().max()
+        assert (vectors.gram(count).cuda() - stored @ stored.T).abs().max() <= 1e-5
+    coefficients = torch.randn(4, 20)
+    mixed = vectors.combine(coefficients)
+    vectors.mix(coefficients)
+    assert torch.equal(vectors.store[:4], mixed.to(vectors.store.dtype).to(vectors.store.device))
+    assert vectors.release(4).is_pinned() == (place == "host")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+def test_compiled_products_are_close(kind):
+    case = make("encoder")
+    task = et.classification(case.task.model.float().cuda())
+    batch = task.place(to_float(case.batches[0]))
+    v = torch.randn(task.layout.numel).cuda()
+    eager = Curvature(task, as_data([batch]), None, kind, "bf16")
+    fast = dataclasses.replace(eager, compile=True)
+    with task.session():
+        fast.matvec(v)
+        assert (fast.matvec(v) - eager.matvec(v)).norm() < 0.1 * eager.matvec(v).norm()
+    (product,) = fast._programs.values()
+    assert product.program is not None
+
+
+def test_held_examples_are_copied_once():
+    case = make("mlp")
+    task = on_gpu(case.task)
+    curvature = Curvature(task, as_data(case.batches), None)
+    with task.session():
+        first, second = (list(curvature.batches()) for _ in range(2))
+    assert all(a[0].data_ptr() == b[0].data_ptr() for a, b in zip(first, second, strict=True))
 
 
 def to_float(batch):

@@ -4,11 +4,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from eigentrace.batch import map_tensors, tensors_of
@@ -53,13 +55,11 @@ class CompiledProduct:
     compiler fails or the two differ.
     """
 
-    def __init__(
-        self, product: Product, made_for: tuple | None, tol_type: torch.dtype, compiler: Compiler = inductor
-    ) -> None:
+    def __init__(self, product: Product, made_for: tuple | None, dtype: torch.dtype) -> None:
         self.made_for = made_for
         """The signature; that of the first batch if None."""
-        self._product, self._tol, self._compiler = product, _TOL[tol_type], compiler
-        self._program: Program | None = None
+        self.program: Program | None = None
+        self._product, self._tol = product, _TOL[dtype]
         self._given_up = False
 
     def __call__(self, task: Task, values: Values, tangents: Values, batch: Any) -> Mapping[str, Tensor]:
@@ -69,13 +69,13 @@ class CompiledProduct:
         if self._given_up or here != self.made_for or not here:
             return self._product(task, values, tangents, batch)
         arguments = [*values.values(), *tangents.values(), *tensors_of(batch)]
-        if self._program is not None:
-            return dict(zip(values, self._program(*arguments), strict=True))
+        if self.program is not None:
+            return dict(zip(values, self.program(*arguments), strict=True))
         expected = self._product(task, values, tangents, batch)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # compilers tell of much that nobody here can act on
-                program = Program(self._trace(task, list(values), batch, arguments), self._compiler)
+                program = Program(self._trace(task, list(values), batch, arguments), inductor)
                 gap = _gap(dict(zip(values, program(*arguments), strict=True)), expected)
         except Exception as error:  # a compiler can fail in any way, and nothing hangs on it
             self._give_up(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
@@ -83,12 +83,11 @@ class CompiledProduct:
         if gap > self._tol:
             self._give_up(f"results differ by {gap:.2g} of their size")
         else:
-            self._program = program
+            self.program = program
         return expected
 
     def _trace(self, task: Task, names: list[str], batch: Any, arguments: list[Tensor]) -> fx.GraphModule:
         """Record the tensor operations of the product, derivatives and casts included."""
-        from torch.fx.experimental.proxy_tensor import make_fx  # a second that only those who compile should wait
 
         def flat(*given: Tensor) -> list[Tensor]:
             size, rest = len(names), iter(given[2 * len(names) :])
@@ -102,7 +101,7 @@ class CompiledProduct:
     def _give_up(self, reason: str) -> None:
         self._given_up = True
         warnings.warn(
-            f"Compiling the curvature product failed ({reason}). Going on without: set compile=False to skip the attempt.",
+            f"Compiling the curvature product failed ({reason}). Going on without; compile=False skips the attempt.",
             EigentraceWarning,
             stacklevel=2,
         )
@@ -167,10 +166,10 @@ class Program:
             values.update(zip(step.outputs, found, strict=True))
             for node in step.last_uses:
                 del values[node]
-        return [values[node] for node in self._results]  # type: ignore[union-attr]
+        return [values[node] for node in self._results]
 
     def _schedule(self) -> Iterator[Step]:
-        needed = set(self._results)  # type: ignore[arg-type]
+        needed = set(self._results)
         steps = []
         for piece in reversed(self.pieces):
             outputs = tuple(piece.nodes[i] for i in _outputs(piece, self.pieces))
@@ -191,8 +190,10 @@ class Piece:
 
 def _drop_aliases(graph: fx.Graph) -> None:
     """Take out what autograd keeps books with: other names of the same numbers."""
+    aten = torch.ops.aten
     for node in list(graph.nodes):
-        if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        same = node.target is aten.view.default and _described(node) == _described(node.args[0]) != ""
+        if same or node.target in (aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
@@ -200,7 +201,7 @@ def _drop_aliases(graph: fx.Graph) -> None:
 def _pieces(nodes: list[fx.Node]) -> list[Piece]:
     place = {node: number for number, node in enumerate(nodes)}
     bounds = sorted({0, len(nodes), *_bounds(_kinds(nodes), 0, len(nodes))})
-    return [_piece(nodes, place, *span) for span in zip(bounds, bounds[1:], strict=False)]
+    return [_piece(nodes, place, *span) for span in pairwise(bounds)]
 
 
 def _piece(nodes: list[fx.Node], place: dict[fx.Node, int], start: int, stop: int) -> Piece:
@@ -238,7 +239,7 @@ def _module(piece: Piece, outputs: list[int]) -> fx.GraphModule:
 
 
 def _described(node: fx.Node) -> str:
-    meta = node.meta.get("tensor_meta")
+    meta: Any = node.meta.get("tensor_meta")
     return f"{meta.shape} {meta.dtype} {meta.stride}" if hasattr(meta, "shape") else ""
 
 

@@ -57,7 +57,7 @@ class Curvature:
     hold: bool = True
     """Collate the examples once and hold them, if they are not too many."""
     compile: bool = False
-    """Compile `matvec` for the micro-batches that are most common; others, such as an uneven last one, run as ever."""
+    """Compile the product of the most common kind of micro-batch; others, such as an uneven last one, run as ever."""
     _held: list[Any] = field(default_factory=list, repr=False, compare=False)
     _programs: dict[Any, CompiledProduct] = field(default_factory=dict, repr=False, compare=False)
 
@@ -89,7 +89,7 @@ class Curvature:
 
     def matvec(self, v: Tensor) -> Tensor:  # (P,) -> (P,)
         """Multiply H with a vector: the sum over examples, then one division, so uneven batches weigh right."""
-        return self._accumulate(v, self._compiled if self.compile else self._product)
+        return self._accumulate(v, self._one)
 
     def matmat(self, V: Tensor) -> Tensor:  # (Q, P) -> (Q, P)
         """Multiply H with several vectors, many at a time through each batch where the model can be vmapped."""
@@ -97,7 +97,7 @@ class Curvature:
 
     def product_on(self, v: Tensor, batch: Any) -> Tensor:  # (P,) -> (P,)
         """Multiply the *summed* curvature of one placed batch, without the regulariser."""
-        return self.task.layout.flatten(self._product(self._tangents(v), batch))
+        return self.task.layout.flatten(self._one(self._tangents(v), batch))
 
     def _accumulate(self, v: Tensor, product: Callable[[Values, Any], Values]) -> Tensor:
         layout, tangents = self.task.layout, self._tangents(v)
@@ -124,7 +124,9 @@ class Curvature:
     def _product(self, tangents: Values, batch: Any) -> Values:
         return product_of(self.kind, self.form, self.precision)(self.task, self.task.params, tangents, batch)
 
-    def _compiled(self, tangents: Values, batch: Any) -> Values:
+    def _one(self, tangents: Values, batch: Any) -> Values:
+        if not self.compile:
+            return self._product(tangents, batch)
         key = self.kind, self.form, self.precision
         if key not in self._programs:
             usual = Counter(signature(values) for values in self._held).most_common(1)
@@ -151,7 +153,7 @@ def working_form(curvature: Curvature, batch: Any) -> Form:
     probe = torch.ones_like(curvature.task.vector)
     return first_supported(
         Form,
-        lambda form: replace(curvature, form=form).product_on(probe, batch),
+        lambda form: replace(curvature, form=form, compile=False).product_on(probe, batch),
         lambda form: form.value,
         f"{type(curvature.task.model).__name__} cannot be differentiated twice. {{}} | Replace operations without "
         "derivatives; for Hugging Face models load with attn_implementation='eager'.",

@@ -15,6 +15,11 @@ class Factor(Protocol):
     """One side of a sum of outer products: `width` numbers for each of `tokens` terms of each example and group."""
 
     @property
+    def examples(self) -> int:
+        """B."""
+        ...
+
+    @property
     def tokens(self) -> int:
         """T."""
         ...
@@ -34,6 +39,11 @@ class Dense:
     """A factor given as numbers."""
 
     value: Tensor  # (B, g, T, width)
+
+    @property
+    def examples(self) -> int:
+        """B."""
+        return len(self.value)
 
     @property
     def tokens(self) -> int:
@@ -56,6 +66,11 @@ class OneHot:
 
     index: Tensor  # (B, T)
     width: int
+
+    @property
+    def examples(self) -> int:
+        """B."""
+        return len(self.index)
 
     @property
     def tokens(self) -> int:
@@ -105,13 +120,13 @@ class Windows:
         return x.permute(order).reshape(stop - start, self.groups, self.tokens, self.width)
 
 
-def rotated(factor: Factor, basis: Tensor | None, examples: int) -> Factor:
+def rotated(factor: Factor, basis: Tensor | None) -> Factor:
     """Turn the numbers of every token into another basis; None leaves them."""
     if basis is None:
         return factor
     if isinstance(factor, OneHot):
         return Dense(basis[factor.index][:, None])
-    whole = factor.take(0, examples)
+    whole = factor.take(0, factor.examples)
     return Dense(whole @ basis.to(whole.dtype))
 
 

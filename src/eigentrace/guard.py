@@ -1,17 +1,21 @@
 """Run somebody's model under the settings the mathematics needs, and give it back exactly as found."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import checkpoint
 
 from eigentrace.errors import UnsupportedError
 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+# What torch.utils.checkpoint.checkpoint calls, for either kind. Models bind that function by name, so it cannot be
+# replaced itself.
+_CHECKPOINTING = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
 
 
 @contextmanager
@@ -25,6 +29,8 @@ def prepared(model: nn.Module) -> Iterator[None]:
     - `sparse=True` embeddings would return sparse gradients, which no flat vector can take.
     - An embedding's padding row takes no gradient in reverse mode, as in training, but forward mode would move it:
       it is held constant in both.
+    - Checkpointed blocks are run as they are: what they compute again in the backward pass is computed outside of
+      whatever the forward pass ran under, at the model's own parameters.
     - The global random state is put back, whatever a data loader or a stray dropout drew from it.
     """
     if torch.is_inference_mode_enabled():
@@ -39,6 +45,7 @@ def prepared(model: nn.Module) -> Iterator[None]:
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 module.sparse = False
         stack.enter_context(_constant_padding(model))
+        stack.enter_context(_no_checkpointing())
         stack.enter_context(_no_fused_encoder())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(model)))
@@ -116,6 +123,26 @@ def _no_fused_encoder() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@contextmanager
+def _no_checkpointing() -> Iterator[None]:
+    def plainly(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable, preserve: bool, *args: Any) -> Any:
+            return function(*args)
+
+    found = {name: getattr(checkpoint, name) for name in _CHECKPOINTING}
+    try:
+        for name, other in zip(_CHECKPOINTING, (plainly, Plain), strict=True):
+            setattr(checkpoint, name, other)
+        yield
+    finally:
+        for name, own in found.items():
+            setattr(checkpoint, name, own)
 
 
 @contextmanager

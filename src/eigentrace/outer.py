@@ -5,23 +5,42 @@ only where that is cheaper.
 """
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from eigentrace.factors import Factor, OneHot, rotated, token_products
 from eigentrace.forms import Form, Written
-from eigentrace.wide import bmm, mm, wide, wide_type
+from eigentrace.wide import mm, wide, wide_type
 
 # Floating-point operations that take as long as moving one byte. H200: 600 TFLOP/s in bf16, 50 in fp32, against
 # 3.3 TB/s through a batched product and back; a CPU core: some 50 GFLOP/s against 6 GB/s.
 _INTENSITY = {("cuda", 2): 180.0, ("cuda", 4): 15.0}
 _CPU_INTENSITY = 8.0
+# Carrying rows through tokens runs at 450 to 700 TFLOP/s, the products of written-out gradients at full speed.
+_CARRYING = 1.2
 # Written-out gradients at a time. A GPU wants long products; on a CPU a chunk should stay in the cache.
 _LARGEST_CHUNK = {"cuda": 2**30, "cpu": 2**23}
 # Examples of a chunk: enough to reuse each piece of the rows, few enough to leave room for long pieces.
 _EXAMPLES_AT_ONCE = 256
+
+
+class Whole(Protocol):
+    """Stands for the products of outer forms while a pass is traced: each is one operation, however it is chunked."""
+
+    def dot(self, form: "Outer", rows: Tensor, budget: int) -> Tensor:
+        """Multiply with dense rows."""
+        ...
+
+    def square_norms(self, form: "Outer", budget: int) -> Tensor:
+        """Sum the squares."""
+        ...
+
+
+WHOLE: ContextVar[Whole | None] = ContextVar("whole", default=None)
 
 
 @dataclass(frozen=True)
@@ -35,7 +54,7 @@ class Outer:
 
     @property
     def numel(self) -> int:
-        """p."""
+        """Numbers of one example's gradient."""
         return self.groups * self.left.width * self.right.width
 
     def transposed(self) -> "Outer":
@@ -48,6 +67,11 @@ class Outer:
 
     def dot(self, rows: Tensor, budget: int) -> Tensor:
         """Multiply with dense rows, the cheapest way."""
+        whole = WHOLE.get()
+        if whole is not None:
+            return whole.dot(self, rows, budget)
+        if not self.left.tokens or not self.numel:
+            return torch.zeros(self.examples, len(rows), dtype=wide_type(rows.dtype), device=rows.device)
         if isinstance(self.left, OneHot):
             return self._look_up(rows, budget)
         if self.groups == 1 and self._contracting_pays(rows):
@@ -67,12 +91,17 @@ class Outer:
         """
         row, column = pairs
         zero = torch.zeros_like(row)
-        a, b = rotated(self.left, left, self.examples), rotated(self.right, right, self.examples)
+        a, b = rotated(self.left, left), rotated(self.right, right)
         return self._pairs(zero, row, column, a, b)
 
     def square_norms(self, budget: int) -> Tensor:
         """Sum the squares: by the T × T products between tokens, or by writing gradients out, whichever is cheaper."""
+        whole = WHOLE.get()
+        if whole is not None:
+            return whole.square_norms(self, budget)
         tokens, left, right = self.left.tokens, self.left.width, self.right.width
+        if not tokens or not self.numel:
+            return wide(_sample(self.right)).new_zeros(self.examples)
         by_tokens = 2 * tokens * tokens * (1 / left + 1 / right)
         if isinstance(self.left, OneHot) or by_tokens < 2 * tokens + _intensity(_sample(self.right)):
             return self.inner(self, budget)
@@ -96,8 +125,9 @@ class Outer:
         """Compare operations per parameter: write out and multiply, or carry every row through every token."""
         tokens, count = self.left.tokens, len(rows)
         traffic = 2 * rows.element_size() * _intensity(rows)
-        wide = max(self.left.width, self.right.width)
-        return 2 * tokens * count + traffic * tokens * count / wide < 2 * (tokens + count) + traffic
+        longer = max(self.left.width, self.right.width)
+        carried = 2 * _CARRYING * tokens * count + traffic * tokens * count / longer
+        return carried < 2 * (tokens + count) + traffic
 
     def _contract(self, rows: Tensor, budget: int) -> Tensor:
         """Multiply rows with the wider factor of each token first, then with the other."""
@@ -111,8 +141,7 @@ class Outer:
             stop = min(start + at_once, self.examples)
             a = wide.take(start, stop).to(rows.dtype).reshape(-1, wide.width)  # (n·T, wide)
             half = torch.matmul(a[None], cube).view(count, stop - start, -1)  # (K, n, T·narrow)
-            b = narrow.take(start, stop).to(rows.dtype).reshape(stop - start, -1, 1)
-            results.append(bmm(half.transpose(0, 1), b).squeeze(2))
+            results.append(_paired(half, narrow.take(start, stop)))
         return torch.cat(results)
 
     def _materialise(self, rows: Tensor, budget: int) -> Tensor:
@@ -140,8 +169,7 @@ class Outer:
         results = []
         for start, stop in self._spans(self.examples, max(1, budget // max(bytes_each, 1))):
             picked = cube.index_select(1, index[start:stop].reshape(-1)).view(len(rows), stop - start, -1)
-            right = self.right.take(start, stop).to(rows.dtype).reshape(stop - start, -1, 1)
-            results.append(bmm(picked.transpose(0, 1), right).squeeze(2))
+            results.append(_paired(picked, self.right.take(start, stop)))
         return torch.cat(results)
 
     def _pairs(self, group: Tensor, row: Tensor, column: Tensor, left: Factor, right: Factor) -> Tensor:
@@ -181,6 +209,12 @@ def square_norms(forms: Sequence[Form], budget: int) -> Tensor:  # (B,)
         first.shape[1] * 4 * (len(forms) + 1),
     )
     return whole.square_norms(budget)
+
+
+def _paired(half: Tensor, other: Tensor) -> Tensor:  # (K, n, m), (n, ...) of m numbers -> (n, K)
+    """Multiply place by place and sum, overwriting `half`: many times faster than batched matrix-vector products."""
+    half.mul_(other.reshape(len(other), -1))
+    return half.sum(dim=2, dtype=wide_type(half.dtype)).T
 
 
 def _sample(factor: Factor) -> Tensor:

@@ -218,6 +218,14 @@ class Task:
         other._coverage = coverage_of(self.model, other.params)
         return other
 
+    def with_values(self, values: Values) -> "Task":
+        """Return this task at other values of its parameters, selected or not."""
+        other = copy.copy(self)
+        other.params = {name: values[name] for name in self.params}
+        other._fixed = self._fixed | {name: value for name, value in values.items() if name not in self.params}
+        other._is_own = False
+        return other
+
     def in_bf16(self) -> "Task":
         """Return this task with the model evaluated under bfloat16 autocast; derivatives follow its types."""
         other = copy.copy(self)

@@ -140,8 +140,8 @@ class SplitCheck:
 
 
 def _first_working(candidates: tuple, run: Callable[[Any, Any, int], Any], values: Any, size: int) -> Any:
-    """Try each candidate on at most two examples and return the first that the model supports."""
-    small = min(size, 2)
+    """Try each candidate on at most three examples and return the first that the model supports."""
+    small = min(size, 3)
     part = select(values, slice(0, small), size)
     return first_supported(
         candidates,

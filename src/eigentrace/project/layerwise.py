@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from eigentrace.batch import select, tensors_of
+from eigentrace.batch import select
 from eigentrace.errors import UnsupportedError
 from eigentrace.forms import Form
 from eigentrace.outer import square_norms
+from eigentrace.project.compiled import CompiledPass
 from eigentrace.project.engine import Engine, Job, Projection
-from eigentrace.project.reverse import single_gradients
-from eigentrace.project.taps import Plan, Taps, UnplannedError, Watched, returned, survey
+from eigentrace.project.taps import Plan, Taps, UnplannedError, returned, survey
+from eigentrace.project.watch import Watched
 from eigentrace.rows import NarrowedRows
 from eigentrace.task import Values
 
-# Examples that planning looks at: two sizes that differ, the larger one checked against ordinary gradients.
-_FEW, _MORE = 2, 3
+# Examples that planning looks at, at first and when a later batch shows something new.
+_LOOKED_AT, _LOOKED_AT_AGAIN = 3, 32
 # Largest disagreement with ordinary gradients, relative to the parameter's own or to its share of the whole.
 _CHECK_TOL = {torch.float64: 1e-6, torch.float32: 1e-2}
 _BF16_CHECK_TOL = 0.2
@@ -77,21 +78,28 @@ class Layerwise:
     def __init__(self, rest: Callable[[Job, Any, int], Engine]) -> None:
         self._choose_rest, self._rest = rest, None
         self.plan: Plan | None = None
+        self._compiled = CompiledPass(self._pass)
 
     def __call__(self, job: Job, batch: Any, size: int) -> Projection:
         """Project every example of the batch."""
-        if self.plan is None:
+        if self.plan is None or self.plan.distinct < min(size, _LOOKED_AT):
             self._make_plan(job, batch, size)
-        try:
-            projection = self._pass(job, batch, size)
-        except UnplannedError:
-            self._make_plan(job, batch, size)
-            projection = self._pass(job, batch, size)
-        return self._with_rest(job, batch, size, projection)
+        run = self._compiled if job.compute.compile else self._pass
+        planned = False
+        while True:
+            try:
+                return self._with_rest(job, batch, size, run(job, batch, size))
+            except UnplannedError as error:
+                # Look at this batch's first examples; what they do not show is left to another engine from here on.
+                known = dict.fromkeys(error.roots, error.message) if planned else {}
+                self._make_plan(job, batch, size, known)
+                planned = True
 
-    def _make_plan(self, job: Job, batch: Any, size: int) -> None:
-        old = self.plan.without_rule if self.plan is not None else {}
-        self.plan, self._rest = make_plan(job, batch, size, old), None
+    def _make_plan(self, job: Job, batch: Any, size: int, known: Mapping[str, str] | None = None) -> None:
+        known = {**(self.plan.without_rule if self.plan is not None else {}), **(known or {})}
+        most = _LOOKED_AT if self.plan is None else _LOOKED_AT_AGAIN
+        self.plan, self._rest = make_plan(job, batch, size, known, most), None
+        self._compiled = CompiledPass(self._pass)
         job.task.note_engines(self.plan.without_rule)
         if self.plan.without_rule.keys() >= job.task.params.keys():
             reasons = sorted(set(self.plan.without_rule.values()))
@@ -112,7 +120,7 @@ class Layerwise:
         taps = Taps(plan, size, layout.device, collected.receive)  # type: ignore[arg-type]
         with kernels(job):
             values = job.task.detached()
-            losses = taps.run(job.task.params, lambda: job.function(values, batch))
+            losses = taps.run(job.task.params, batch, lambda part: job.function(values, part), job.task.is_bf16)
         collected.finish()
         return Projection(features, squares, losses)
 
@@ -147,7 +155,7 @@ def narrowed(job: Job, names: list[str]) -> Job:
     return replace(job, task=task, function=function, rows=rows)
 
 
-def make_plan(job: Job, batch: Any, size: int, known: Mapping[str, str]) -> Plan:
+def make_plan(job: Job, batch: Any, size: int, known: Mapping[str, str], most: int = _LOOKED_AT) -> Plan:
     """See on a few examples where the batch lies in each use of a parameter, and check every rule against gradients.
 
     Args:
@@ -155,24 +163,20 @@ def make_plan(job: Job, batch: Any, size: int, known: Mapping[str, str]) -> Plan
         batch: A placed batch of `size` examples.
         size: B.
         known: Parameters already known to have no rule.
+        most: How many examples to look at. The same ones are seen once and twice over, so that a model which looks at
+            its batch (are all masks full?) does the same for both.
     """
     params, values = job.task.params, job.task.detached()
+    count = min(size, most)
+    index = torch.arange(max(2, count)) * (size - 1) // max(1, count - 1) % size
+    part, twice = (select(batch, rows, size) for rows in (index, torch.cat([index, index])))
     with kernels(job):
-        seen = []
-        for count in (_FEW, _MORE):
-            part = some(batch, count, size)
-            seen.append(survey(params, tensors_of(part), lambda part=part: job.function(values, part)))
-        plan = replace(Plan.of(*seen, _FEW, _MORE), without_rule=known)
-        return _checked(job, plan, some(batch, _MORE, size))
+        seen = [survey(params, b, lambda b: job.function(values, b), job.task.is_bf16) for b in (part, twice)]
+        plan = Plan.of(*seen, len(index), 2 * len(index), min(size, _LOOKED_AT))
+        return _checked(job, replace(plan, without_rule=known), part, len(index))
 
 
-def some(batch: Any, count: int, size: int) -> Any:
-    """Take `count` examples, the first ones again where there are fewer."""
-    index = torch.arange(count) % size
-    return select(batch, index, size)
-
-
-def _checked(job: Job, plan: Plan, part: Any) -> Plan:
+def _checked(job: Job, plan: Plan, part: Any, size: int) -> Plan:
     """Compare tapped gradients with ordinary ones; a parameter that disagrees, or has no rule, is left to others."""
     forms: dict[str, list[Form]] = {name: [] for name in job.task.params}
 
@@ -180,22 +184,35 @@ def _checked(job: Job, plan: Plan, part: Any) -> Plan:
         for name, own in returned(watched, form):
             forms[name].append(own)
 
-    taps = Taps(plan, _MORE, job.task.layout.device, receive)
+    taps = Taps(plan, size, job.task.layout.device, receive)
+    values, function = job.task.detached(), job.function
     try:
-        values = job.task.detached()
-        taps.run(job.task.params, lambda: job.function(values, part))
+        taps.run(job.task.params, part, lambda batch: function(values, batch), job.task.is_bf16)
     except UnplannedError as error:
-        raise UnsupportedError(str(error)) from None
+        known = {**plan.without_rule, **taps.without_rule, **dict.fromkeys(error.roots, error.message)}
+        return _checked(job, replace(plan, without_rule=known), part, size)
     without = dict(plan.without_rule) | taps.without_rule
-    for example in (0, _MORE - 1):
-        one = select(part, slice(example, example + 1), _MORE)
-        ((gradients, _),) = single_gradients(job, one, 1)
-        whole = torch.stack([g.float().norm() for g in gradients.values()]).norm()
+    for example in sorted({0, size // 2, size - 1}):
+        gradients = _gradients(job, select(part, slice(example, example + 1), size))
+        whole = torch.stack([torch.zeros(()), *(g.float().norm().cpu() for g in gradients.values())]).norm()
         for name, gradient in gradients.items():
-            if name not in without and not _agrees(job, forms[name], example, gradient, whole):
+            if name not in taps.sent:
+                without.setdefault(name, "it is used where no function shows it")
+            elif name not in without and not _agrees(job, forms[name], example, gradient, whole):
                 without[name] = "the rules disagree with its gradient"
     uses = {name: count for name, count in taps.sent.items() if name not in without}
-    return replace(plan, without_rule=without, uses=uses)
+    return replace(plan, without_rule=without, uses=uses, checked=True)
+
+
+def _gradients(job: Job, one: Any) -> dict[str, Tensor]:
+    """Differentiate one example as in training; parameters that it does not reach are left out."""
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in job.task.params.items() if value.numel()}
+        loss = job.function({**job.task.params, **leaves}, one).sum()
+        if not loss.requires_grad:
+            return {}
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
 
 
 def _agrees(job: Job, forms: list[Form], example: int, gradient: Tensor, whole: Tensor) -> bool:
@@ -204,4 +221,4 @@ def _agrees(job: Job, forms: list[Form], example: int, gradient: Tensor, whole: 
     found = sum((form.write(example, example + 1).to(wide) for form in forms), torch.zeros_like(expected))
     tol = _BF16_CHECK_TOL if job.task.is_bf16 or gradient.dtype == torch.bfloat16 else _CHECK_TOL[wide]
     share = _SMALL_SHARE * whole * (expected.numel() / job.task.layout.numel) ** 0.5
-    return bool((found - expected).norm() <= tol * torch.maximum(expected.norm(), share.to(wide)))
+    return float((found - expected).norm()) <= tol * max(float(expected.norm()), float(share))

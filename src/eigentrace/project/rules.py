@@ -60,10 +60,10 @@ class Call:
 
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Uses:
     """Y = X Wᵀ + bias over any leading dimensions."""
-    uses: list = [(weight, lambda b: Outer(call.factor(b), call.factor(input), call.size))]
-    if bias is not None:
-        uses.append((bias, lambda b: Direct(call.tokens(b).sum(dim=1))))
-    return uses if weight.ndim == 2 else None
+    if weight.ndim != 2:
+        return None
+    bias_too = _summed(call, bias, lambda b: b)
+    return [(weight, lambda b: Outer(call.factor(b), call.factor(input), call.size)), *bias_too]
 
 
 def matmul(call: Call, input: Tensor, other: Tensor) -> Uses:
@@ -271,8 +271,10 @@ def divide(call: Call, input: Any, other: Any, *, rounding_mode: str | None = No
     return _summed(call, input, lambda b: b / other) + _summed(call, other, lambda b: -b * input / other**2)
 
 
-def where(call: Call, condition: Tensor, input: Any, other: Any) -> Uses:
-    """Choose between a parameter and something else, place by place."""
+def where(call: Call, condition: Any, input: Any, other: Any) -> Uses:
+    """Choose between a parameter and something else, place by place; as a method the tensor stands first."""
+    if condition.dtype != torch.bool:
+        condition, input = input, condition
     return _summed(call, input, lambda b: b * condition) + _summed(call, other, lambda b: b * ~condition)
 
 
@@ -283,8 +285,9 @@ def expand(call: Call, input: Tensor, *sizes: Any, **named: Any) -> Uses:
 
 def repeat(call: Call, input: Tensor, *sizes: Any) -> Uses:
     """Hand a copy of the parameter to every example, where nothing else is repeated."""
-    same = call.output.ndim == input.ndim and call.output.shape[1:] == input.shape[1:]
-    return _summed(call, input, lambda b: b) if same and len(input) == 1 else None
+    shape = (*(1,) * (call.output.ndim - input.ndim), *input.shape)
+    rest = [n == m for d, (n, m) in enumerate(zip(shape, call.output.shape, strict=True)) if d != call.batch_dim]
+    return _summed(call, input, lambda b: b) if all(rest) else None
 
 
 RULES: Mapping[str, Callable[..., Uses]] = {
@@ -301,9 +304,8 @@ RULES: Mapping[str, Callable[..., Uses]] = {
     "rms_norm": rms_norm,
     "group_norm": group_norm,
     "batch_norm": batch_norm,
-    "add": add,
-    "__radd__": add,
-    "sub": subtract,
+    **dict.fromkeys(("add", "add_", "__iadd__", "__radd__"), add),
+    **dict.fromkeys(("sub", "sub_"), subtract),
     "mul": multiply,
     "__rmul__": multiply,
     "div": divide,

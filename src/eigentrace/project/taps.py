@@ -1,44 +1,31 @@
-"""Watch the functions a model calls on its parameters, and tap the gradients that flow back to them.
+"""Tap the gradients that flow back to each use of a parameter, where planning has found the examples to lie."""
 
-Functions are watched rather than modules, so that tied weights, functional calls, adapters and bare parameters all come
-by. Whatever is made of parameters alone (a cast, a slice, a transposed view, `1 + weight`) is watched in turn.
-"""
-
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from eigentrace.forms import Form, Written
+from eigentrace.batch import tensors_of
+from eigentrace.forms import Direct, Form, Written
 from eigentrace.outer import Outer
-from eigentrace.project.rules import RULES, Call, Uses
+from eigentrace.project.rules import Call
+from eigentrace.project.traces import Trace, tensors_in
+from eigentrace.project.watch import Key, Visit, Watch, Watched, traced
 
-# Functions that autocast runs in the smaller type: casting their input here keeps one cast copy instead of two.
-_CAST = frozenset({"linear", "matmul", "mm", "__matmul__", "addmm", "conv1d", "conv2d", "conv3d"})
-# Functions that may turn a matrix over ("__get__" reads the attribute T), and those that change its type at most.
-_TURNS = frozenset({"t", "transpose", "permute", "swapaxes", "swapdims", "__get__"})
-_CASTS = frozenset({"to", "float", "double", "bfloat16", "type", "type_as", "contiguous"})
-_SIGNATURES = {name: inspect.signature(rule) for name, rule in RULES.items()}
+# Functions whose rules do not read their other input, which may be overwritten afterwards.
+_READ_NOTHING = frozenset({"add", "add_", "__iadd__", "__radd__", "sub", "sub_", "expand", "repeat", "where"})
 
-Key = tuple[str, int]
+Receive = Callable[[Watched, Form], None]
 
 
-@dataclass
-class Watched:
-    """A parameter, or something made of parameters alone, by the path that led to it."""
+class UnplannedError(RuntimeError):
+    """The model did something with parameters that it did not do while planning."""
 
-    path: str
-    shadow: Tensor
-    """The same numbers at the end of a graph of their own, along which gradients return to the roots."""
-    leaves: Mapping[str, Tensor]
-    """The roots at the beginning of that graph."""
-    turned: bool | None = False
-    """Whether it is its root transposed (or, False, the root itself in another type); None for anything else."""
-    uses: int = 0
+    def __init__(self, message: str, roots: Sequence[str]) -> None:
+        super().__init__(message)
+        self.message, self.roots = message, roots
 
 
 @dataclass(frozen=True)
@@ -49,26 +36,24 @@ class Seen:
     shapes: tuple[torch.Size, ...]
 
 
-Receive = Callable[[Watched, Form], None]
-
-
-class UnplannedError(RuntimeError):
-    """The model did something with a parameter that it did not do while planning."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """Where the examples of a batch lie in what each use of a parameter gives."""
 
     batch_dims: Mapping[Key, int | None]
     functions: Mapping[Key, str]
+    alone: frozenset[Key]
+    """Uses in which each example had one row: more may then lie in an order that was not checked."""
+    distinct: int
+    """Different examples the plan was checked on."""
     without_rule: Mapping[str, str] = field(default_factory=dict)
     """Parameters that no rule covers, with the reason."""
     uses: Mapping[str, int] = field(default_factory=dict)
     """How often each of the others sends a gradient."""
+    checked: bool = False
 
     @staticmethod
-    def of(few: Mapping[Key, Seen], more: Mapping[Key, Seen], num_few: int, num_more: int) -> "Plan":
+    def of(few: Mapping[Key, Seen], more: Mapping[Key, Seen], num_few: int, num_more: int, distinct: int) -> "Plan":
         """Compare what came by for two sizes of batch: what grew with it holds the examples."""
         dims: dict[Key, int | None] = {}
         for key in few.keys() & more.keys():
@@ -77,7 +62,8 @@ class Plan:
                 found = {_grown(s, t, num_few, num_more) for s, t in zip(a.shapes, b.shapes, strict=True)}
                 if len(found) == 1 and (dim := found.pop()) != _UNCLEAR:
                     dims[key] = dim
-        return Plan(dims, {key: few[key].function for key in dims})
+        alone = {key for key, dim in dims.items() if dim is not None and few[key].shapes[0][dim] == num_few}
+        return Plan(dims, {key: few[key].function for key in dims}, frozenset(alone), distinct)
 
 
 _UNCLEAR = -1
@@ -93,144 +79,17 @@ def _grown(few: torch.Size, more: torch.Size, num_few: int, num_more: int) -> in
     return grown[0] if len(grown) == 1 and few[grown[0]] * num_more == more[grown[0]] * num_few else _UNCLEAR
 
 
-class Watch(TorchFunctionMode):
-    """Follows parameters through the functions called under it.
-
-    Args:
-        params: The parameters, as the very tensors the model will meet.
-        visit: Takes a call that involves watched tensors and returns its output, or None to let the output be
-            watched as something made of parameters alone.
-        batch: Tensors to follow too, if given: `touched` then tells what was computed from them.
-    """
-
-    def __init__(
-        self, params: Mapping[str, Tensor], visit: Callable[["Visit"], Any], batch: Iterable[Tensor] | None = None
-    ) -> None:
-        super().__init__()
-        self.visit = visit
-        self.watched: dict[int, Watched] = {}
-        self._alive: list[Any] = []  # what ids stand for must not be collected
-        self._touched: set[int] | None = None
-        if batch is not None:
-            self._alive.extend(batch)
-            self._touched = {id(t) for t in self._alive}
-        for name, value in params.items():
-            with torch.enable_grad():
-                leaf = value.detach().requires_grad_()
-            self.watched[id(value)] = Watched(name, leaf, {name: leaf})
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        output = self._call(func, args, kwargs)
-        if self._touched is not None and any(id(t) in self._touched for t in tensors_in(args, kwargs)):
-            self._alive.append(output)
-            self._touched.update(id(t) for t in tensors_in((output,)))
-        return output
-
-    def touched(self, visit: "Visit") -> bool:
-        """Tell whether a call involves something computed from the batch."""
-        return any(id(t) in (self._touched or ()) for t in tensors_in(visit.args, visit.kwargs))
-
-    def _call(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        found = {id(t): w for t in tensors_in(args, kwargs) if (w := self.watched.get(id(t))) is not None}
-        if not found or not torch.is_grad_enabled():
-            return func(*args, **kwargs)
-        output = None
-        if func.__name__ not in _CAST:
-            output = func(*args, **kwargs)
-            if id(output) in found or not any(t.is_floating_point() for t in tensors_in((output,))):
-                return output  # a view that is the tensor itself, a shape, a type
-        visit = Visit(func, args, kwargs, found, output)
-        result = self.visit(visit)
-        return self._derive(visit) if result is None else result
-
-    def _derive(self, visit: "Visit") -> Any:
-        """Compute a function of parameters once more on their shadows, and watch what comes out."""
-        with torch.enable_grad():
-            args, kwargs = _swapped(visit.args, visit.kwargs, {key: w.shadow for key, w in visit.found.items()})
-            shadow = visit.function(*args, **kwargs)
-        leaves = {root: leaf for w in visit.found.values() for root, leaf in w.leaves.items()}
-        parts = shadow if isinstance(shadow, tuple | list) else (shadow,)
-        plain = []
-        for number, part in enumerate(parts):
-            value = part.detach() if isinstance(part, Tensor) else part
-            self._alive.append(value)
-            if isinstance(part, Tensor) and part.requires_grad:
-                path = f"{visit.key[0]}/{visit.key[1]}.{number}"  # where it comes from is its name
-                self.watched[id(value)] = Watched(path, part, leaves, _turn(visit, part))
-            plain.append(value)
-        return type(shadow)(plain) if isinstance(shadow, tuple | list) else plain[0]
-
-
-@dataclass
-class Visit:
-    """One call of a function on watched tensors."""
-
-    function: Callable
-    args: tuple
-    kwargs: dict[str, Any]
-    found: dict[int, Watched]
-    _output: Any
-
-    def __post_init__(self) -> None:
-        for watched in self.found.values():
-            watched.uses += 1
-        self.keys: list[Key] = [(watched.path, watched.uses) for watched in self.found.values()]
-
-    @property
-    def key(self) -> Key:
-        """Which use of which watched tensor this is."""
-        return self.keys[0]
-
-    @property
-    def name(self) -> str:
-        """What the function is called."""
-        return self.function.__name__
-
-    @property
-    def output(self) -> Any:
-        """Call the function, once."""
-        if self._output is None:
-            self._cast_input()
-            self._output = self.function(*self.args, **self.kwargs)
-        return self._output
-
-    def _cast_input(self) -> None:
-        first = next((t for t in tensors_in(self.args, self.kwargs) if t.ndim > 1 and id(t) not in self.found), None)
-        if first is None or not torch.is_autocast_enabled(first.device.type):
-            return
-        small = first.to(torch.get_autocast_dtype(first.device.type))
-        self.args, self.kwargs = _swapped(self.args, self.kwargs, {id(first): small})
-
-    def uses(self, call: Call) -> Uses:
-        """Ask the function's rule, if it has one that takes these arguments and covers every watched one."""
-        rule = RULES.get(self.name)
-        if rule is None:
-            return None
-        try:
-            bound = _SIGNATURES[self.name].bind(call, *self.args, **self.kwargs)
-        except TypeError:
-            return None
-        uses = rule(*bound.args, **bound.kwargs)
-        if uses is None or not self.found.keys() <= {id(value) for value, _ in uses}:
-            return None
-        return [(value, make) for value, make in uses if id(value) in self.found]
-
-
-def survey(params: Mapping[str, Tensor], batch: Iterable[Tensor], run: Callable[[], Any]) -> dict[Key, Seen]:
+def survey(params: Mapping[str, Tensor], batch: Any, run: Callable[[Any], Any], fused: bool) -> dict[Key, Seen]:
     """Write down what every use of a parameter gives, taking nothing."""
     seen: dict[Key, Seen] = {}
 
     def visit(visit: Visit) -> Any:
         shapes = tuple(t.shape for t in tensors_in((visit.output,)))
         seen.update(dict.fromkeys(visit.keys, Seen(visit.name, shapes)))
-        return visit.output if watch.touched(visit) else None
+        return None if visit.trace is Trace.APART else visit.output
 
-    watch = Watch(params, visit, batch)
-    with torch.enable_grad(), watch:
-        run()
+    with torch.enable_grad(), Watch(params, visit, fused):
+        run(traced(batch))
     return seen
 
 
@@ -243,57 +102,87 @@ class Taps:
         self.without_rule: dict[str, str] = {}
         self.sent: dict[str, int] = {}
 
-    def run(self, params: Mapping[str, Tensor], function: Callable[[], Tensor]) -> Tensor:  # (B,)
+    def run(
+        self, params: Mapping[str, Tensor], batch: Any, function: Callable[[Any], Tensor], fused: bool
+    ) -> Tensor:  # (B,)
         """Evaluate losses under the taps, and differentiate their sum."""
+        batch = traced(batch)
         with torch.enable_grad():
-            with Watch(params, self._visit):
-                losses = function()
+            with Watch(params, self._visit, fused):
+                losses = function(batch)
             if losses.requires_grad:
-                torch.autograd.grad(losses.sum(), self.anchor, allow_unused=True)
+                # A model may ask for gradients of its inputs: the backward pass must then go there, too.
+                ends = [self.anchor, *(t for t in tensors_of(batch) if t.requires_grad)]
+                torch.autograd.grad(losses.sum(), ends, allow_unused=True)
         return losses.detach()
 
-    def _visit(self, visit: Visit) -> Tensor | None:
-        if all(root in self.plan.without_rule for w in visit.found.values() for root in w.leaves):
+    def _visit(self, visit: Visit) -> Any:
+        if all(root in self.plan.without_rule for root in visit.roots):
             return visit.output
-        if visit.key not in self.plan.batch_dims or self.plan.functions[visit.key] != visit.name:
-            if visit.key in self.plan.functions or self.plan.uses:
-                raise UnplannedError(f"{visit.key[0]} went through {visit.name}, which planning did not see.")
-            return self._refuse(visit, "does not keep the examples of a batch apart")
+        why = self._objection(visit)
+        if why is not None:
+            return self._refuse(visit, why)
         dim = self.plan.batch_dims[visit.key]
         if dim is None:
             return None
-        output = visit.output
-        if not isinstance(output, Tensor) or output.shape[dim] % self.size:
-            return self._refuse(visit, "gives several results")
-        uses = visit.uses(Call(output.detach(), dim, self.size))
+        if visit.name == "scaled_dot_product_attention":
+            return self._spread_mask(visit)
+        uses = visit.uses(Call(visit.output.detach(), dim, self.size))
         if uses is None:
             return self._refuse(visit, "has no rule")
-        return self._tap(visit, output, uses)
+        return self._tap(visit, visit.output, uses, [] if visit.name in _READ_NOTHING else visit.inputs)
+
+    def _objection(self, visit: Visit) -> str | None:
+        """Say why the plan does not hold for a call, if it does not."""
+        if self.plan.functions.get(visit.key) != visit.name:
+            return "does not keep the examples of a batch apart"
+        if visit.trace is Trace.MOVED:
+            return "meets examples that were picked by numbers of the batch"
+        dim = self.plan.batch_dims[visit.key]
+        if dim is None:
+            return None if visit.trace is Trace.APART else "takes single examples"
+        if not isinstance(visit.output, Tensor):
+            return "gives several results"
+        rows = visit.output.shape[dim]
+        if rows % self.size or (visit.key in self.plan.alone and rows != self.size):
+            return "gives another number of rows per example than before"
+        return None
 
     def _refuse(self, visit: Visit, why: str) -> Any:
-        for watched in visit.found.values():
-            self.without_rule.update({root: f"{visit.name} {why}" for root in watched.leaves})
+        if self.plan.checked:
+            raise UnplannedError(f"{visit.name} {why}", visit.roots)
+        self.without_rule.update(dict.fromkeys(visit.roots, f"{visit.name} {why}"))
         return visit.output
 
-    def _tap(self, visit: Visit, output: Tensor, uses: list) -> Tensor:
+    def _spread_mask(self, visit: Visit) -> Any:
+        """Hand a bias of attention scores to each example, and tap it there."""
+        (key,) = visit.found
+        mask = next(t for t in tensors_in(visit.args, visit.kwargs) if id(t) == key)
+        shape = (self.size, *(1,) * (3 - mask.ndim), *mask.shape[max(0, mask.ndim - 3) :])
+        if mask.ndim > 4 or (mask.ndim == 4 and len(mask) != 1) or len(visit.inputs[0]) != self.size:
+            return self._refuse(visit, "has no rule")
+        spread = mask.expand(shape)
+        call = Call(spread, 0, self.size)
+        spread = self._tap(visit, spread, [(mask, lambda b: Direct(call.broadcast(b, mask.shape)))], [])
+        return visit.with_swapped({key: spread})
+
+    def _tap(self, visit: Visit, output: Tensor, uses: list, reads: list[Tensor]) -> Tensor:
         if not output.requires_grad:
             output = _Root.apply(output, self.anchor)
-        inputs = [t for t in tensors_in(visit.args, visit.kwargs) if id(t) not in visit.found]
-        versions = [t._version for t in inputs]
+        versions = [t._version for t in reads]
         targets = [(visit.found[id(value)], make) for value, make in uses]
-        name = visit.name
-        for watched, _ in targets:
-            self.sent.update({root: self.sent.get(root, 0) + 1 for root in watched.leaves})
+        name, roots, receive = visit.name, visit.roots, self.receive
+        for root in roots:
+            self.sent[root] = self.sent.get(root, 0) + 1
 
         # It must not refer to the visit, which holds the output, which holds this hook: nothing would free the circle.
         def send(gradient: Tensor) -> None:
-            if [t._version for t in inputs] != versions:
-                raise UnplannedError(f"{name} met an input that was overwritten after it was used.")
+            if [t._version for t in reads] != versions:
+                raise UnplannedError(f"{name} met an input that was overwritten after it was used", roots)
             for watched, make in targets:
-                self.receive(watched, make(gradient))
-            targets.clear()
-            inputs.clear()
-            versions.clear()
+                receive(watched, make(gradient))
+            for held in (targets, reads, versions):
+                held.clear()
 
         output.register_hook(send)
         return output
@@ -313,7 +202,8 @@ class _Root(torch.autograd.Function):
 
 def returned(watched: Watched, form: Form) -> Iterator[tuple[str, Form]]:
     """Pass a gradient of something made of parameters back to the parameters it was made of."""
-    if watched.turned is not None and not (watched.turned and not _is_flat_outer(form)):
+    is_matrix = isinstance(form, Outer) and form.groups == 1
+    if watched.turned is False or (watched.turned and is_matrix):
         (root,) = watched.leaves
         yield root, form.transposed() if watched.turned else form  # type: ignore[attr-defined]
         return
@@ -327,39 +217,3 @@ def returned(watched: Watched, form: Form) -> Iterator[tuple[str, Form]]:
             return found.reshape(stop - start, leaf.numel())
 
         yield root, Written(write, form.examples, leaf.nbytes + shadow.nbytes)
-
-
-def _is_flat_outer(form: Form) -> bool:
-    return isinstance(form, Outer) and form.groups == 1
-
-
-def _turn(visit: Visit, shadow: Tensor) -> bool | None:
-    """Tell whether a new tensor is its root transposed, the root in another type, or neither."""
-    before = next(iter(visit.found.values()))
-    if len(visit.found) != 1 or before.turned is None:
-        return None
-    if visit.name in _CASTS:
-        return before.turned
-    reversed_dims = shadow.ndim == 2 and shadow.stride() == before.shadow.stride()[::-1]
-    is_turn = visit.name in _TURNS and reversed_dims and shadow.shape == before.shadow.shape[::-1]
-    return not before.turned if is_turn else None
-
-
-def tensors_in(args: Any, kwargs: Mapping[str, Any] | None = None) -> Iterator[Tensor]:
-    """Yield the tensors among a function's arguments or results, those in lists included."""
-    for value in (*args, *(kwargs or {}).values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from (item for item in value if isinstance(item, Tensor))
-
-
-def _swapped(args: tuple, kwargs: dict[str, Any], by_id: Mapping[int, Tensor]) -> tuple[tuple, dict[str, Any]]:
-    def swap(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return by_id.get(id(value), value)
-        if type(value) in (tuple, list):
-            return type(value)(swap(item) for item in value)
-        return value
-
-    return tuple(swap(value) for value in args), {key: swap(value) for key, value in kwargs.items()}

@@ -1,0 +1,107 @@
+"""Where a tensor comes from: nothing of the batch, the batch, or the batch with its examples moved about.
+
+A rule may count on the examples lying where planning found them only while nothing that depends on the numbers of a
+batch (a mask, a sort by length, a router) has picked among them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from enum import IntEnum
+from typing import Any
+
+from torch import Tensor
+
+
+class Trace(IntEnum):
+    """How a tensor depends on the batch."""
+
+    APART = 0
+    BATCH = 1
+    MOVED = 2
+
+
+# Functions that take examples, or parts of them, to places that an index tensor names, by the argument that names the
+# dimension; those without one move across all of them.
+_BY_DIM = {
+    "index_select": 1,
+    "gather": 1,
+    "take_along_dim": 2,
+    "scatter": 1,
+    "scatter_": 1,
+    "scatter_add": 1,
+    "scatter_add_": 1,
+    "scatter_reduce": 1,
+    "index_add": 1,
+    "index_add_": 1,
+    "index_copy": 1,
+    "index_copy_": 1,
+    "sort": 1,
+    "topk": 2,
+}
+_EVERYWHERE = frozenset(
+    {
+        "masked_select",
+        "take",
+        "masked_scatter",
+        "masked_scatter_",
+        "index_put",
+        "index_put_",
+        "repeat_interleave",
+        "_pack_padded_sequence",
+        "split_with_sizes",
+    }
+)
+
+
+def trace_of(tensor: Tensor) -> Trace:
+    """Return what is known of a tensor."""
+    return getattr(tensor, "_eigentrace", Trace.APART)
+
+
+def mark(tensor: Tensor, trace: Trace) -> None:
+    """Write a tensor's origin on it: on the object, so that it goes when the tensor goes."""
+    tensor._eigentrace = trace  # type: ignore[attr-defined]
+
+
+def follow(func: Callable, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
+    """Mark what a function gave by what it was given."""
+    inputs = list(tensors_in(args, kwargs))
+    trace = max((trace_of(t) for t in inputs), default=Trace.APART)
+    if trace is Trace.APART:
+        return
+    if trace is Trace.BATCH and _moves(func.__name__, args, kwargs):
+        trace = Trace.MOVED
+    for result in tensors_in((output,)):
+        if not any(result is t for t in inputs) or trace is Trace.MOVED:
+            mark(result, trace)
+
+
+def _moves(name: str, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a function picks among examples by numbers of the batch, or may."""
+    if not args or not isinstance(args[0], Tensor) or trace_of(args[0]) is Trace.APART:
+        return False  # a table that is looked up, not examples
+    if name in ("__getitem__", "__setitem__"):
+        return _picks(args[1])
+    if name in _EVERYWHERE:
+        return True
+    if name == "split":
+        return isinstance(args[1] if len(args) > 1 else kwargs.get("split_size_or_sections"), list | tuple)
+    if name in _BY_DIM:
+        place = _BY_DIM[name]
+        dim = args[place] if len(args) > place else kwargs.get("dim", -1)
+        return dim in (0, -args[0].ndim)
+    return False
+
+
+def _picks(index: Any) -> bool:
+    """Tell whether an index chooses along the first dimension by numbers of the batch."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    return isinstance(first, Tensor) and first.ndim > 0 and trace_of(first) is not Trace.APART
+
+
+def tensors_in(args: Any, kwargs: Mapping[str, Any] | None = None) -> Iterator[Tensor]:
+    """Yield the tensors among a function's arguments or results, those in lists included."""
+    for value in (*args, *(kwargs or {}).values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from (item for item in value if isinstance(item, Tensor))

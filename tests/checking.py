@@ -1,0 +1,125 @@
+"""One check for every model: what an engine gives against ordinary gradients, taken one example at a time."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import eigentrace as et
+from eigentrace.batch import length_of, select
+from eigentrace.compute import Compute
+from eigentrace.data import as_data
+from eigentrace.project import Job, Projection, project
+from eigentrace.rows import DenseRows, Rows, StackedRows, UnitRows
+
+EXACT = 1e-10
+LAYERWISE = Compute(engine="layerwise")
+
+
+class Net(nn.Module):
+    """A module given by its members and a function of itself and its inputs."""
+
+    def __init__(self, function: Callable, **members: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.function = function
+        for name, member in members.items():
+            setattr(self, name, member)
+        self.double()
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self, *inputs, **named)
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def wavy(model: nn.Module, batch: Any) -> Tensor:  # (B,)
+    """Give every output number a slope of its own, so that no two of them can be swapped unseen."""
+    output = model(*batch).flatten(1)
+    slopes = torch.linspace(0.5, 1.5, output.shape[1], dtype=output.dtype)
+    return (output * slopes + slopes).sin().sum(dim=1)
+
+
+def some_rows(layout: Any, count: int = 4) -> Rows:
+    """Dense rows and single coordinates side by side."""
+    dense = DenseRows(torch.randn(count, layout.numel, dtype=layout.dtype), layout)
+    return StackedRows((dense, UnitRows(torch.randint(0, layout.numel, (count,)), layout)))
+
+
+def one_at_a_time(task: et.Task, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:  # (N, P), (N,)
+    """Differentiate each example's loss by an ordinary backward pass on the model itself."""
+    own = dict(task.model.named_parameters())
+    chosen = [own[name] for name in task.layout.names]
+    wanted = [p.requires_grad for p in chosen]
+    rows, losses = [], []
+    with task.session(), torch.enable_grad():
+        for p in chosen:
+            p.requires_grad_()
+        for batch in batches:
+            size = length_of(batch)
+            for i in range(size):
+                loss = task._loss(task.model, select(batch, slice(i, i + 1), size)).sum()
+                losses.append(loss.detach())
+                found = [None] * len(chosen)
+                if loss.requires_grad:
+                    found = torch.autograd.grad(loss, chosen, allow_unused=True)
+                flat = [(p.new_zeros(p.shape) if g is None else g).reshape(p.numel()) for p, g in zip(chosen, found)]
+                rows.append(torch.cat([g.to(task.layout.dtype) for g in flat]))
+    for p, flag in zip(chosen, wanted, strict=True):
+        p.requires_grad_(flag)
+    return torch.stack(rows), torch.stack(losses)
+
+
+def joined(found: Sequence[Projection]) -> tuple[Tensor, Tensor | None, Tensor]:
+    squares = None if found[0].square_norms is None else torch.cat([f.squares() for f in found])
+    return torch.cat([f.features for f in found]), squares, torch.cat([f.losses for f in found])
+
+
+def run(task: et.Task, batches: Any, rows: Rows, norms: bool = True, compute: Compute = LAYERWISE):
+    with task.session():
+        found = [p for _, p in project(Job.of(task, "losses", rows, norms, compute), as_data(batches))]
+    return joined(found)
+
+
+def gap(found: Tensor, expected: Tensor) -> float:
+    """Largest error of any example, relative to that example's own size (or a thousandth of the largest one's)."""
+    found, expected = found.reshape(len(found), -1).double(), expected.reshape(len(expected), -1).double()
+    size = expected.norm(dim=1)
+    return float(((found - expected).norm(dim=1) / size.clamp_min(1e-3 * size.max()).clamp_min(1e-30)).max())
+
+
+def compare(
+    task: et.Task,
+    batches: Any,
+    *,
+    without: Iterable[str] | None = (),
+    rows: Callable[[Any], Rows] = some_rows,
+    norms: bool = True,
+    compute: Compute = LAYERWISE,
+    tol: float = EXACT,
+) -> None:
+    """Compare features, squared norms and losses, and (unless None) which parameters went by another engine."""
+    made = rows(task.layout)
+    gradients, losses = one_at_a_time(task, batches)
+    features, squares, values = run(task, batches, made, norms, compute)
+    assert gap(features, gradients @ made.dense(0, made.count).T) < tol
+    assert gap(values, losses) < tol
+    if norms:
+        assert gap(squares, gradients.square().sum(dim=1)) < tol
+    if without is not None:
+        assert set(task.coverage.without_rule) == set(without), str(task.coverage)
+
+
+def check(
+    model: nn.Module, batches: Any, *, loss: Callable = wavy, params: Any = "trainable", **options: Any
+) -> et.Task:
+    """Make a task of a model and compare; see there for the options."""
+    task = et.Task(model, loss, params)
+    compare(task, batches, **options)
+    return task

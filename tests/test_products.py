@@ -1,0 +1,138 @@
+"""One batch's product: what each form asks of a model, and what it costs."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import eigentrace as et
+from eigentrace.curvature import Curvature, working_form
+from eigentrace.data import as_data
+from eigentrace.products import Form, product_of
+from models import CASES, make
+
+
+def relative(a, b):
+    return float((a - b).norm() / b.norm())
+
+
+def product(task, batch, v, kind="gauss-newton", form=Form.DUAL, precision="fp32"):
+    with task.session():
+        found = product_of(kind, form, precision)(task, task.params, task.layout.unflatten(v), batch)
+    return task.layout.flatten(found)
+
+
+def in_float(case):
+    task = et.Task(case.task.model.float(), outputs=case.task._outputs, output_loss=case.task._output_loss)
+    return task, tuple(t.float() if t.is_floating_point() else t for t in case.batches[0])
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+@pytest.mark.parametrize("name", CASES)
+def test_dual_numbers_work_under_autocast(name, kind):
+    # Attention and batch norm among them. Autocast's casts come before autograd here, so that derivatives see one
+    # type; under torch.func they come after, and softmax's backward on a GPU refuses what it is given.
+    task, batch = in_float(make(name))
+    v = torch.randn(task.layout.numel)
+    full, half = (product(task, batch, v, kind, precision=p) for p in ("fp32", "bf16"))
+    assert 0 < relative(half, full) < 0.1  # bfloat16 carries eight bits
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "marian", "vit"])
+def test_dual_numbers_work_under_autocast_for_hugging_face_models(name, kind):
+    pytest.importorskip("transformers")
+    import test_huggingface
+
+    task_of, model, batch = getattr(test_huggingface, name)()
+    task = task_of(model)
+    v = torch.randn(task.layout.numel)
+    full, half = (product(task, batch, v, kind, precision=p) for p in ("fp32", "bf16"))
+    assert 0 < relative(half, full) < 0.1
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(6), nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.RMSNorm(6), nn.Identity()])
+def test_norms_keep_the_type_they_get(norm):
+    model = nn.Sequential(nn.Linear(4, 6), norm, nn.Linear(6, 3))
+    seen = []
+    model[2].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    task = et.classification(model)
+    v = torch.randn(task.layout.numel)
+    batch = (torch.randn(8, 4), torch.randint(0, 3, (8,)))
+    full, half = (product(task, batch, v, precision=p) for p in ("fp32", "bf16"))
+    assert relative(half, full) < 0.1
+    assert seen == [torch.float32, torch.bfloat16]
+    assert len(model[1]._forward_hooks) == len(model[1]._forward_pre_hooks) == 0
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+def test_one_forward_pass_is_enough(kind):
+    class Counted(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            type(self).calls += 1
+            return super().forward(x)
+
+    task = et.classification(nn.Sequential(Counted(4, 6), nn.Tanh(), nn.Linear(6, 3)))
+    product(task, (torch.randn(8, 4), torch.randint(0, 3, (8,))), torch.ones(task.layout.numel), kind)
+    assert Counted.calls == 1
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+def test_parameters_that_are_pieces_of_one_buffer(kind):
+    # A dual number's tangent gets storage as large as its parameter's: here, that of all of them.
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    batch = (torch.randn(8, 4).double(), torch.randint(0, 3, (8,)))
+    task = et.classification(model)
+    v = torch.randn(task.layout.numel, dtype=torch.float64)
+    expected = product(task, batch, v, kind)
+    buffer, offset = torch.empty(task.layout.numel, dtype=torch.float64), 0
+    for p in model.parameters():
+        piece = buffer[offset : offset + p.numel()].view(p.shape)
+        piece.copy_(p.detach())
+        p.data, offset = piece, offset + p.numel()
+    assert torch.equal(product(et.classification(model), batch, v, kind), expected)
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+def test_checkpointed_blocks_are_right_in_the_form_that_works(kind):
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 3)
+            self.on = True
+
+        def forward(self, x):
+            return self.head(checkpoint(self.block, x, use_reentrant=False) if self.on else self.block(x))
+
+    model = Checkpointed().double()
+    task, batch = et.classification(model), (torch.randn(8, 4).double(), torch.randint(0, 3, (8,)))
+    v = torch.randn(task.layout.numel, dtype=torch.float64)
+    with task.session():
+        form = working_form(Curvature(task, as_data([batch]), None, kind), batch)
+    found = product(task, batch, v, kind, form)
+    model.on = False
+    assert relative(found, product(task, batch, v, kind)) < 1e-12
+
+
+def test_outputs_that_do_not_depend_on_the_parameters():
+    task = et.Task(
+        nn.Linear(3, 2), outputs=lambda m, b: torch.zeros(len(b), 2), output_loss=lambda o, b: o.square().sum(dim=1)
+    )
+    for form in (Form.DUAL, Form.FORWARD):
+        assert not product(task, torch.randn(5, 3), torch.ones(task.layout.numel), form=form).any()
+
+
+def test_a_product_leaves_no_tangents_behind():
+    task = et.classification(nn.Linear(3, 2))
+    batch = (torch.randn(5, 3), torch.randint(0, 2, (5,)))
+    with task.session():
+        curvature = Curvature(task, as_data([batch]), None, "gauss-newton")
+        first = curvature.matvec(torch.ones(task.layout.numel))
+        assert not first.requires_grad
+        assert torch.equal(first, dataclasses.replace(curvature).matvec(torch.ones(task.layout.numel)))
+    assert all(p.grad is None for p in task.model.parameters())
