@@ -24,9 +24,10 @@ class Basis:
     """How the Krylov vectors are held."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """fp32 follows the parameters (fp64 for float64 models); bf16 halves the memory at about 1e-4 in eigenvalues."""
+    """fp32 follows the parameters (fp64 for float64 models); bf16 halves the memory at about 1e-4 in eigenvalues.
+    The eigenvectors are kept in the same type."""
     place: Literal["device", "host"] = "device"
-    """Where the vectors live: beside the model, or in host memory."""
+    """Where the vectors, and the eigenvectors made of them, live: beside the model, or in (pinned) host memory."""
     max_vectors: int | None = None
     """Restart when this many are held (Lanczos only); None holds one per step."""
     restart_keep: int | None = None

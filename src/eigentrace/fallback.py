@@ -27,7 +27,7 @@ def first_supported(candidates: Iterable[T], attempt: Callable[[T], Any], name: 
             attempt(candidate)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, NotImplementedError, AssertionError) as error:  # torch asserts inside its transforms
             failures.append(f"{name(candidate)}: {error}")
         else:
             return candidate

@@ -25,7 +25,7 @@ _CARRYING = 1.2
 # Written-out gradients at a time. A GPU wants long products; on a CPU a chunk should stay in the cache.
 _LARGEST_CHUNK = {"cuda": 2**30, "cpu": 2**23}
 # Examples of a chunk: enough to reuse each piece of the rows, few enough to leave room for long pieces.
-_EXAMPLES_AT_ONCE = 256
+_EXAMPLES_AT_ONCE = 512
 
 
 class Whole(Protocol):

@@ -2,7 +2,7 @@
 
 import copy
 import gc
-import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -196,17 +196,18 @@ def test_whole_models_in_float32_in_any_batches(whole):
 def test_whole_models_in_bfloat16_in_any_batches(whole):
     task, batch = whole
     rows = some_rows(task.layout)
-    gradients, losses = one_at_a_time(task, [batch])
-    expected = gradients @ rows.dense(0, rows.count).T
     low = Compute(engine="layerwise", precision="bf16")
+    # Against ordinary gradients of the same rounded model: a ReLU may switch between float32 and bfloat16.
+    expected = run(task, [batch], rows, True, replace(low, engine="reverse"))
     wholly = run(task, [batch], rows, True, low)
     for sizes in [(7,), (2, 5), (1, 3, 1, 2)]:
         found = run(task, cut(batch, *sizes), rows, True, low)
-        size = expected.norm(dim=1)  # single coordinates may be small: their errors count against the whole row
-        assert ((found[0] - expected).norm(dim=1) / size).max() < 2e-2
-        assert gap(found[1], gradients.square().sum(dim=1)) < 2e-2
-        assert gap(found[2].float(), losses) < 2e-2
-        assert all(gap(a.float(), b.float()) < 5e-3 for a, b in zip(found, wholly, strict=True))
+        assert all(off(a, b) < 2e-2 for a, b in zip(found, expected, strict=True))
+        assert all(off(a, b) < 5e-3 for a, b in zip(found, wholly, strict=True))
+
+
+def off(found, expected):
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def test_the_measurement_has_an_engine_too(whole):
@@ -219,8 +220,9 @@ def test_the_measurement_has_an_engine_too(whole):
     with asked.session():
         job = Job.of(asked, "measurements", rows, True, Compute(engine="layerwise"))
         ((_, found),) = choosing.project(job, et.data.as_data([batch]))
-    assert gap(found.features, 2 * losses[:, None] * gradients @ rows.dense(0, rows.count).T) < 1e-9
-    assert gap(found.losses, losses.square() + 1) < 1e-9
+    # Some of the models compute their loss in float32, whatever their type.
+    assert gap(found.features, 2 * losses[:, None] * gradients @ rows.dense(0, rows.count).T) < 1e-5
+    assert gap(found.losses, losses.square() + 1) < 1e-5
 
 
 # Layers without a rule: they go by another engine, alone.
@@ -263,7 +265,9 @@ WITHOUT = {
         lambda self, x: self.rnn(x)[0][..., :3], rnn=nn.LSTM(3, 2, 2, batch_first=True, bidirectional=True)
     ),
     "gru": lambda: Net(lambda self, x: self.rnn(x)[0], rnn=nn.GRU(3, 3, batch_first=True)),
-    "lstm, tokens first": lambda: Net(lambda self, x: self.rnn(x.transpose(0, 1))[0].transpose(0, 1), rnn=nn.LSTM(3, 3)),
+    "lstm, tokens first": lambda: Net(
+        lambda self, x: self.rnn(x.transpose(0, 1))[0].transpose(0, 1), rnn=nn.LSTM(3, 3)
+    ),
     "attention": lambda: attention(batch_first=True),
     "bilinear": lambda: nn.Bilinear(3, 3, 3),
     "prelu": lambda: nn.PReLU(2),
@@ -337,7 +341,9 @@ def test_frozen_parts(where):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_batches_of_any_size(size):
-    model = Net(lambda self, x: self.b(self.n(self.a(x)).tanh()), a=nn.Linear(3, 4), n=nn.LayerNorm(4), b=nn.Linear(4, 2))
+    model = Net(
+        lambda self, x: self.b(self.n(self.a(x)).tanh()), a=nn.Linear(3, 4), n=nn.LayerNorm(4), b=nn.Linear(4, 2)
+    )
     check(model, [(numbers(size, 2, 3),), (numbers(1, 2, 3),), (numbers(7, 2, 3),)])
 
 
@@ -402,12 +408,14 @@ PARAMETRISED = {
 
 
 @pytest.mark.parametrize("kind", PARAMETRISED)
-@pytest.mark.parametrize("layer", [lambda: nn.Linear(3, 4), lambda: nn.Conv1d(3, 4, 2, padding=1)], ids=["linear", "conv"])
+@pytest.mark.parametrize(
+    "layer", [lambda: nn.Linear(3, 4), lambda: nn.Conv1d(3, 4, 2, padding=1)], ids=["linear", "conv"]
+)
 def test_parametrised_weights(kind, layer):
     layer = PARAMETRISED[kind](layer())
-    nn.init.normal_(layer.parametrizations.weight[0].base) if kind == "none" else None
-    model = Net(lambda self, x: self.b(self.a(x).tanh().flatten(1)), a=layer, b=nn.Linear(4 * (1 if layer.weight.ndim == 2 else 4), 2))
+    model = Net(lambda self, x: self.b(self.a(x).tanh().flatten(1)), a=layer, b=nn.LazyLinear(2))
     shape = (3,) if layer.weight.ndim == 2 else (3, 3)
+    model(numbers(1, *shape))
     check(model, [(numbers(n, *shape),) for n in (4, 1)])
 
 
@@ -463,7 +471,7 @@ def test_nothing_is_left_in_memory(name):
             job = Job.of(task, "losses", rows, True, Compute(engine="layerwise"))
             for _, found in choosing.project(job, et.data.as_data([batch] * 6)):
                 del found
-                counts.append(sum(isinstance(item, torch.Tensor) for item in gc.get_objects()))
+                counts.append(sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()))
     finally:
         gc.enable()
     assert counts[-1] <= counts[1], counts
@@ -489,4 +497,3 @@ def test_no_whole_gradient_of_a_batch_is_kept():
     with Largest():
         run(task, data, rows, True, compute)
     assert largest <= own + 2**20
-    assert math.isfinite(largest)

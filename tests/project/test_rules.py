@@ -56,7 +56,9 @@ def kernel_arguments(draw, dims):
 def test_convolution(dims, data):
     draw = data.draw
     kernel, stride, dilation = kernel_arguments(draw, dims)
-    padding = draw(st.one_of(st.integers(0, 2), st.tuples(*[st.integers(0, 2)] * dims), st.just("valid"), st.just("same")))
+    padding = draw(
+        st.one_of(st.integers(0, 2), st.tuples(*[st.integers(0, 2)] * dims), st.just("valid"), st.just("same"))
+    )
     layer = [nn.Conv1d, nn.Conv2d, nn.Conv3d][dims - 1](
         (groups := draw(small)) * draw(st.integers(1, 2)),
         groups * draw(st.integers(1, 2)),

@@ -31,7 +31,8 @@ class Call:
 
     def tokens(self, tensor: Tensor) -> Tensor:  # (B, T, width)
         """Bring the examples to the front, and all else but the last dimension into the middle."""
-        return tensor.movedim(self.batch_dim, 0).reshape(self.size, -1, tensor.shape[-1])
+        rows = math.prod(tensor.shape[:-1]) // self.size  # spelled out: -1 is not defined for tensors without elements
+        return tensor.movedim(self.batch_dim, 0).reshape(self.size, rows, tensor.shape[-1])
 
     def factor(self, tensor: Tensor) -> Dense:
         """Read a tensor as one side of a sum of outer products over tokens."""
@@ -39,7 +40,8 @@ class Call:
 
     def channels(self, tensor: Tensor) -> Tensor:  # (B·m, C, *) -> (B, C)
         """Sum each example over everything but the channels."""
-        merged = tensor.reshape(self.size, len(tensor) // self.size, tensor.shape[1], -1)
+        places = math.prod(tensor.shape[2:])
+        merged = tensor.reshape(self.size, len(tensor) // self.size, tensor.shape[1], places)
         return merged.sum(dim=(1, 3))
 
     def spreads(self, shape: torch.Size) -> bool:
@@ -52,7 +54,7 @@ class Call:
         shape = torch.Size([1] * (tensor.ndim - len(shape)) + list(shape))
         front = tensor.movedim(self.batch_dim, 0)
         rest = front.shape[1:]
-        front = front.reshape(self.size, -1, *rest)
+        front = front.reshape(self.size, len(front) // self.size, *rest)
         kept = [n for d, n in enumerate(shape) if d != self.batch_dim]
         summed = [1, *(2 + d for d, (n, m) in enumerate(zip(kept, rest, strict=True)) if n == 1 and m != 1)]
         return front.sum(dim=summed).reshape(self.size, math.prod(shape))
@@ -327,7 +329,8 @@ def _summed(call: Call, value: Any, of: Callable[[Tensor], Tensor]) -> list:
 
 def _scale_and_shift(call: Call, normal: Callable[[], Tensor], weight: Tensor | None, bias: Tensor | None) -> Uses:
     def flat(b: Tensor, shape: torch.Size) -> Tensor:  # (B, p)
-        return b.movedim(call.batch_dim, 0).reshape(call.size, -1, math.prod(shape)).sum(dim=1)
+        rows = b.numel() // (call.size * math.prod(shape))
+        return b.movedim(call.batch_dim, 0).reshape(call.size, rows, math.prod(shape)).sum(dim=1)
 
     uses: list = []
     if weight is not None:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eigentrace.batch import tensors_of
 from eigentrace.forms import Direct, Form, Written
 from eigentrace.outer import Outer
 from eigentrace.project.rules import Call
@@ -106,13 +105,12 @@ class Taps:
         self, params: Mapping[str, Tensor], batch: Any, function: Callable[[Any], Tensor], fused: bool
     ) -> Tensor:  # (B,)
         """Evaluate losses under the taps, and differentiate their sum."""
-        batch = traced(batch)
         with torch.enable_grad():
-            with Watch(params, self._visit, fused):
-                losses = function(batch)
+            watch = Watch(params, self._visit, fused)
+            with watch:
+                losses = function(traced(batch))
             if losses.requires_grad:
-                # A model may ask for gradients of its inputs: the backward pass must then go there, too.
-                ends = [self.anchor, *(t for t in tensors_of(batch) if t.requires_grad)]
+                ends = [self.anchor, *(t for t in watch.ends if t.is_leaf and t.requires_grad)]
                 torch.autograd.grad(losses.sum(), ends, allow_unused=True)
         return losses.detach()
 

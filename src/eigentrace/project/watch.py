@@ -137,6 +137,8 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.visit, self.fused = visit, fused
         self.watched: dict[int, Watched] = {}
+        self.ends: list[Tensor] = []
+        """Tensors the model itself wants gradients of: where the backward pass must go, too."""
         self._alive: list[Any] = []  # what ids stand for must not be collected
         for name, value in params.items():
             if value.numel():
@@ -154,6 +156,8 @@ class Watch(TorchFunctionMode):
         else:
             output = self._call(func, args, kwargs)
         follow(func, args, kwargs, output)
+        if func.__name__ == "requires_grad_":
+            self.ends.append(output)
         return output
 
     def _call(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -218,11 +222,12 @@ def _turn(visit: Visit, shadow: Tensor) -> bool | None:
 
 
 def _swapped(args: tuple, kwargs: dict[str, Any], by_id: Mapping[int, Tensor]) -> tuple[tuple, dict[str, Any]]:
-    def swap(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return by_id.get(id(value), value)
-        if type(value) in (tuple, list):
-            return type(value)(swap(item) for item in value)
-        return value
+    return tuple(_swap(value, by_id) for value in args), {key: _swap(value, by_id) for key, value in kwargs.items()}
 
-    return tuple(swap(value) for value in args), {key: swap(value) for key, value in kwargs.items()}
+
+def _swap(value: Any, by_id: Mapping[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return by_id.get(id(value), value)
+    if type(value) in (tuple, list):
+        return type(value)(_swap(item, by_id) for item in value)
+    return value
