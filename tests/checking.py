@@ -66,11 +66,10 @@ def one_at_a_time(task: et.Task, batches: Iterable[Any]) -> tuple[Tensor, Tensor
             for i in range(size):
                 loss = task._loss(task.model, select(batch, slice(i, i + 1), size)).sum()
                 losses.append(loss.detach())
-                found = [None] * len(chosen)
-                if loss.requires_grad:
-                    found = torch.autograd.grad(loss, chosen, allow_unused=True)
-                flat = [(p.new_zeros(p.shape) if g is None else g).reshape(p.numel()) for p, g in zip(chosen, found)]
-                rows.append(torch.cat([g.to(task.layout.dtype) for g in flat]))
+                if not loss.requires_grad:
+                    loss = loss + 0 * chosen[0].sum()
+                found = torch.autograd.grad(loss, chosen, materialize_grads=True)
+                rows.append(torch.cat([g.reshape(g.numel()).to(task.layout.dtype) for g in found]))
     for p, flag in zip(chosen, wanted, strict=True):
         p.requires_grad_(flag)
     return torch.stack(rows), torch.stack(losses)

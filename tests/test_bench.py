@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+
 from bench import curvature, projection
 from bench.command import main
 from bench.measure import Run, Subject, attempt, profiled, reason, timed
@@ -13,7 +14,6 @@ from bench.models import MODELS, SMALL
 from bench.plot import Line, panels_svg
 from bench.projection_page import render
 from bench.record import Notes, judged, merged, shown, table
-
 from eigentrace.errors import EigentraceWarning
 
 CPU = torch.device("cpu")

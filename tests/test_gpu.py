@@ -13,6 +13,8 @@ from eigentrace.curvature import Curvature, working_form
 from eigentrace.data import as_data
 from eigentrace.errors import TaskError
 from eigentrace.products import Form
+from eigentrace.project import Job, project
+from eigentrace.rows import DenseRows
 from models import CASES, make
 
 pytestmark = [
@@ -164,3 +166,95 @@ def test_labels_out_of_range_name_the_row_and_leave_the_gpu_alive():
     with pytest.raises(ArithmeticError, match="row 5"):
         fitted.self_influence(bad)
     assert fitted.self_influence(good).isfinite().all()
+
+
+# The layerwise engine.
+
+
+def images(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 3, 32, 32), torch.randint(0, 10, (size,))
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(inplace=True), nn.Conv2d(32, 64, 3, stride=2),
+        nn.GroupNorm(4, 64), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(1024, 10),
+    )  # fmt: skip
+
+
+def projected(task, batch, rows, **settings):
+    with task.session():
+        job = Job.of(task, "losses", rows, True, et.Compute(**settings))
+        found = [projection for _, projection in project(job, as_data([batch]))]
+    return torch.cat([f.features for f in found]), torch.cat([f.squares() for f in found])
+
+
+def off(found, expected):
+    return max(float((a.cpu() - b.cpu()).norm() / b.norm().cpu()) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["conv", "transformer", "encoder", "mlp"])
+def test_layerwise_is_the_same_as_one_example_at_a_time(name):
+    case = make(name)
+    task = on_gpu(case.task)
+    rows = DenseRows(torch.randn(9, task.layout.numel, dtype=torch.float64).cuda(), task.layout)
+    expected = projected(task, case.batches[0], rows, engine="reverse")
+    assert off(projected(task, case.batches[0], rows, engine="layerwise"), expected) < 1e-10
+
+
+def test_layerwise_in_float32_and_in_bfloat16():
+    torch.manual_seed(0)
+    task, batch = et.classification(network().cuda()), images(64)
+    rows = DenseRows(torch.randn(9, task.layout.numel).cuda(), task.layout)
+    expected = projected(task, batch, rows, engine="reverse")
+    assert off(projected(task, batch, rows, engine="layerwise"), expected) < 1e-5
+    assert off(projected(task, batch, rows, engine="layerwise", precision="bf16"), expected) < 2e-2
+
+
+def test_rows_stream_from_host_memory(monkeypatch):
+    torch.manual_seed(0)
+    task, batch = et.classification(network().cuda()), images(64)
+    matrix = torch.randn(9, task.layout.numel)
+    expected = projected(task, batch, DenseRows(matrix.cuda(), task.layout))
+    monkeypatch.setattr("eigentrace.streams._SHARE", 0.0)
+    for host in (matrix, matrix.pin_memory()):
+        rows = DenseRows(host, task.layout)
+        with task.session():
+            job = Job.of(task, "losses", rows, True)
+            found = [p.features for _, p in project(job, as_data([batch] * 3))]  # later batches know what comes next
+        for features in found:
+            assert off([features], expected[:1]) < 1e-5
+
+
+def test_running_out_of_memory_halves_the_batch_and_loses_nothing():
+    torch.manual_seed(0)
+    task, batch = et.classification(network().cuda()), images(4096)
+    rows = DenseRows(torch.randn(9, task.layout.numel).cuda(), task.layout)
+    expected = projected(task, batch, rows, batch="data")
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    allowed = (torch.cuda.memory_allocated() + 1.2 * 2**30) / total
+    try:
+        torch.cuda.set_per_process_memory_fraction(allowed)
+        with task.session():
+            job = Job.of(task, "losses", rows, True, et.Compute(memory=2**26))
+            ((_, found),) = project(job, as_data([batch]))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.cuda.max_memory_allocated() > 0
+    assert off((found.features, found.squares()), expected) < 1e-5
+
+
+def test_the_batch_grows_to_what_fits():
+    torch.manual_seed(0)
+    task = et.classification(network().cuda())
+    data = et.Data(torch.utils.data.TensorDataset(*images(3000)), batch_size=16)
+    rows = DenseRows(torch.randn(9, task.layout.numel).cuda(), task.layout)
+    with task.session():
+        sizes, features = [], []
+        for batch, found in project(Job.of(task, "losses", rows), data):
+            sizes.append(len(batch))
+            features.append(found.features)
+        small = [f.features for _, f in project(Job.of(task, "losses", rows, compute=et.Compute(batch=16)), data)]
+    assert max(sizes) > 16
+    assert off([torch.cat(features)], [torch.cat(small)]) < 1e-5

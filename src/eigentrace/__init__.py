@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 from eigentrace.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from eigentrace.basis import Basis
+    from eigentrace.compute import Compute
     from eigentrace.data import Data
     from eigentrace.fitted import Fitted
-    from eigentrace.krylov import Basis
     from eigentrace.methods import (
         Arnoldi,
         ExactHessian,
@@ -40,16 +41,18 @@ __all__ = [
     "RandProj",
     "RandSelect",
     "Loss",
-    # what a fit answers, and reading one back
+    # what a fit answers, how it is computed, and reading one back
     "Fitted",
+    "Compute",
     "load",
 ]
 
 # Names are loaded when they are first used: `eigentrace --help` must not wait seconds for torch.
 _HOMES = {
+    "Compute": "compute",
     "Data": "data",
     "Fitted": "fitted",
-    "Basis": "krylov",
+    "Basis": "basis",
     "load": "projected",
     "Task": "task",
     **dict.fromkeys(("classification", "seq2seq", "causal_lm"), "ready"),

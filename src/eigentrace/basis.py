@@ -136,7 +136,8 @@ class Vectors:
         left = thirds(coefficients).flatten(0, 1) if self._split else coefficients
         for columns, part in self._parts(count, len(left)):
             if self._split:
-                yield columns, times(left, part).view(3, k, -1).sum(dim=0)
+                # Packed first: with rows gigabytes apart, matrix products read outside of them (cuBLAS 13, H200).
+                yield columns, times(left, part.contiguous()).view(3, k, -1).sum(dim=0)
             else:
                 yield columns, left @ part.to(self.working)
 
@@ -144,8 +145,8 @@ class Vectors:
         """Yield columns of the first `count` vectors, in the type of the storage, where they are to be multiplied."""
         total = self.store.shape[1]
         # Rows that are multiplied as they lie take no memory: only the results of a chunk do.
-        in_place = self._split and self.store.device == self.device
-        numbers = results if in_place else max(count, results)
+        in_place = self._split and self.store.device == self.device and not results
+        numbers = 0 if in_place else max(count, results)
         width = max(_ALIGNED, _CHUNK_NUMBERS // max(numbers, 1) // _ALIGNED * _ALIGNED)
         spans = [slice(start, min(start + width, total)) for start in range(0, total, width)]
         if self.store.device == self.device:

@@ -61,8 +61,8 @@ class Compute:
 
 
 def _check_memory(memory: object) -> None:
-    whole = isinstance(memory, Integral) and not isinstance(memory, bool) and memory > 0
-    share = isinstance(memory, Real) and not isinstance(memory, Integral) and 0 < memory < 1
+    whole = isinstance(memory, Integral) and not isinstance(memory, bool) and int(memory) > 0
+    share = isinstance(memory, Real) and not isinstance(memory, Integral) and 0 < float(memory) < 1
     if not (whole or share):
         raise InputError(
             f"memory must be a number of bytes, or a fraction of the free memory between 0 and 1, got {memory!r}."

@@ -9,6 +9,9 @@ from eigentrace.errors import UnsupportedError
 
 T = TypeVar("T")
 
+LACKING = (RuntimeError, NotImplementedError, AssertionError)
+"""What a missing derivative or batching rule may raise: torch asserts inside its transforms."""
+
 
 def first_supported(candidates: Iterable[T], attempt: Callable[[T], Any], name: Callable[[T], str], what: str) -> T:
     """Return the first candidate whose attempt does not fail for lack of a derivative or batching rule.
@@ -27,7 +30,7 @@ def first_supported(candidates: Iterable[T], attempt: Callable[[T], Any], name: 
             attempt(candidate)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, NotImplementedError, AssertionError) as error:  # torch asserts inside its transforms
+        except LACKING as error:
             failures.append(f"{name(candidate)}: {error}")
         else:
             return candidate

@@ -37,7 +37,7 @@ def aligned(count: int, numel: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def _copied(matrix: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    copy = aligned(*matrix.shape, dtype, device)
+    copy = aligned(matrix.shape[0], matrix.shape[1], dtype, device)
     for target, row in zip(copy, matrix, strict=True):  # one by one: no second copy in between
         target.copy_(row)
     return copy
@@ -73,7 +73,7 @@ class StreamedRows:
         if self._last is not None and self._last != name:
             self._next[self._last] = name
         self._last = name
-        piece, arrived = self._coming.pop(name, None) or self._send_for(name)
+        piece, arrived = self._coming.pop(name) if name in self._coming else self._send_for(name)
         if arrived is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(arrived)

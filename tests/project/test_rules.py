@@ -212,6 +212,7 @@ BARE = {
     "matrix in two pieces": lambda p, x: torch.cat([F.linear(x, piece) for piece in p.chunk(2)], dim=-1),
     "matrix one by one": lambda p, x: torch.stack([F.linear(x, row[None]) for row in p.unbind()], dim=1),
     "matrix by keywords": lambda p, x: F.linear(input=x, weight=p, bias=p[:, 0]),
+    "bias of one number": lambda p, x: F.linear(x, p, p[:1, 0]),
     "batched product": lambda p, x: torch.bmm(x, p.T.expand(len(x), 3, 2)),
     "addmm": lambda p, x: torch.addmm(p[:, 0], x[:, 0], p.T),
     "looked up": lambda p, x: F.embedding((x > 0).long(), p),
@@ -244,7 +245,6 @@ REFUSED = {
     "filled in": lambda p, x: x.masked_fill(x > 0, p[0, 0]),
     "rounded": lambda p, x: x + p + torch.div(x, p, rounding_mode="floor"),
     "complex": lambda p, x: torch.fft.ifft(torch.fft.fft(x) * torch.fft.fft(p)).real,
-    "bias of one number": lambda p, x: F.linear(x, p, p[:1, 0]),
 }
 
 

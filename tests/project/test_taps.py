@@ -1,5 +1,7 @@
 """Following parameters through a model: ties, reuse, in-place writes, and whatever planning could not foresee."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,7 @@ def tokens(length):
 
 def linears(*widths, **others):
     """Layers a, b, ... of the given widths, and other members."""
-    shapes = zip(widths[:-1], widths[1:], strict=True)
+    shapes = pairwise(widths)
     return {name: nn.Linear(*shape) for name, shape in zip("abcdef", shapes, strict=False)} | others
 
 

@@ -6,6 +6,7 @@ from eigentrace.data import Data, as_data
 from eigentrace.errors import InputError
 from eigentrace.fitted import Fitted
 from eigentrace.probe import check_task
+from eigentrace.project import note_coverage
 from eigentrace.settings import check_counts
 from eigentrace.task import Task
 
@@ -36,4 +37,5 @@ def ready(task: Task, data: Any, num_train: int | None) -> tuple[Task, Data, int
         check_counts(1, num_train=num_train)
     with task.session():
         check_task(task, data)
+        note_coverage(task, data)
     return task.sealed(), data, len(data) if num_train is None else int(num_train)

@@ -1,6 +1,7 @@
 """One rule that chooses the engine, and the loop over data that every score goes through."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from eigentrace.batch import is_per_example, select, tensors_of
 from eigentrace.data import Batch, Data
-from eigentrace.errors import NumericalError, TaskError
-from eigentrace.fallback import first_supported
+from eigentrace.errors import NumericalError, TaskError, UnsupportedError
+from eigentrace.fallback import LACKING, first_supported
 from eigentrace.probe import check_losses
 from eigentrace.progress import track
 from eigentrace.project.engine import Engine, Job, PerExample, Projection
@@ -42,8 +43,21 @@ def preferred(job: Job) -> tuple[Engine, ...]:
         return (forward,)
     if job.compute.engine == "reverse":
         return (vmapped, one_by_one)
-    layerwise = Layerwise(lambda rest, batch, size: _working_engine(_without_rules(rest), rest, batch, size))
+    layerwise = Layerwise(lambda rest: InTurn(_without_rules(rest)))
     return (layerwise,) if job.compute.engine == "layerwise" else (layerwise, *others)
+
+
+def note_coverage(task: Task, data: Data) -> None:
+    """Plan on a few examples, so that the task knows which of its parameters a slower engine must serve."""
+    batches = data.batches(np.arange(min(len(data), 3)))
+    try:
+        batch = next(batches)
+    finally:
+        batches.close()  # type: ignore[attr-defined]
+    engine = Layerwise(lambda rest: InTurn(_without_rules(rest)))
+    # A model that no rule fits, or that lacks the memory for three examples, is told so when it is projected.
+    with suppress(*LACKING):
+        engine(Job.of(task, "losses"), task.place(batch.values), len(batch))
 
 
 def _without_rules(job: Job) -> tuple[Engine, ...]:
@@ -61,34 +75,39 @@ def project(job: Job, data: Data, description: str = "Projecting gradients") -> 
     batch_size = job.compute.batch
     if isinstance(batch_size, int):
         data = data.rebatched(batch_size)
-    engine: Engine | None = None
+    engine = InTurn(preferred(job))
     portions = Portions(batch_size if isinstance(batch_size, int) else None)
     checked = SplitCheck(job.task, job.function)
-    if batch_size == "auto" and job.task.layout.device.type == "cuda":
-        engine = _engine_for(job, data)
+    if batch_size == "auto":
         largest = largest_batch(engine, job, data)
         data = data if largest is None else data.rebatched(largest)
     for batch in track(data.batches(), description, len(data), len):
         values = job.task.place(batch.values)
-        if engine is None:
-            engine = _working_engine(preferred(job), job, values, len(batch))
         projection = portions(engine, job, values, len(batch))
         _check(batch, projection)
         checked(values, batch, projection.losses)
         yield batch, projection
 
 
-def _engine_for(job: Job, data: Data) -> Engine:
-    first = data.batches(np.arange(min(len(data), 4)))
-    try:
-        batch = next(first)
-    finally:
-        first.close()  # type: ignore[attr-defined]
-    return _working_engine(preferred(job), job, job.task.place(batch.values), len(batch))
+class InTurn:
+    """The first of several engines that the model supports; the next one when a later batch shows that it does not."""
 
+    def __init__(self, candidates: Sequence[Engine]) -> None:
+        self.candidates = list(candidates)
+        self._failures: list[str] = []
 
-def _working_engine(candidates: tuple[Engine, ...], job: Job, values: Any, size: int) -> Engine:
-    return _first_working(candidates, lambda engine, part, n: engine(job, part, n), values, size)
+    def __call__(self, job: Job, batch: Any, size: int) -> Projection:
+        """Project every example of the batch."""
+        while self.candidates:
+            engine = self.candidates[0]
+            try:
+                return engine(job, batch, size)
+            except torch.OutOfMemoryError:
+                raise
+            except LACKING as error:
+                self._failures.append(f"{engine.__name__}: {error}")  # type: ignore[attr-defined]
+                self.candidates.pop(0)
+        raise UnsupportedError(f"No engine can differentiate this model per example. {' | '.join(self._failures)}")
 
 
 def gradients(job: Job, data: Data) -> Iterator[Tensor]:  # each (b, P)
@@ -99,8 +118,13 @@ def gradients(job: Job, data: Data) -> Iterator[Tensor]:  # each (b, P)
     for batch in track(data.batches(), "Gradients", len(data), len):
         values = task.place(batch.values)
         if take is None:
-            candidates = (vmapped_gradients, single_gradients)
-            take = _first_working(candidates, lambda t, v, n: list(t(job, v, n)), values, len(batch))
+            part = select(values, slice(0, 2), len(batch))
+            take = first_supported(
+                (vmapped_gradients, single_gradients),
+                lambda way: list(way(job, part, min(2, len(batch)))),  # noqa: B023 - called at once
+                lambda way: way.__name__,
+                "No engine can differentiate this model per example. {}",
+            )
         taken: list[Tensor] = []
         for found, losses in take(job, values, len(batch)):
             rows = batch.rows[sum(map(len, taken)) :][: len(losses)]
@@ -137,18 +161,6 @@ class SplitCheck:
                 f"{len(batch)} examples are taken one at a time. Either they depend on each other, or a tensor that "
                 f"all share has {len(batch)} as its first dimension: give it a leading dimension of 1."
             )
-
-
-def _first_working(candidates: tuple, run: Callable[[Any, Any, int], Any], values: Any, size: int) -> Any:
-    """Try each candidate on at most three examples and return the first that the model supports."""
-    small = min(size, 3)
-    part = select(values, slice(0, small), size)
-    return first_supported(
-        candidates,
-        lambda candidate: run(candidate, part, small),
-        lambda candidate: candidate.__name__,
-        "No engine can differentiate this model per example. {}",
-    )
 
 
 def _check(batch: Batch, projection: Projection) -> None:

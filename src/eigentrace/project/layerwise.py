@@ -7,17 +7,17 @@ piece of the rows and dropped before the backward pass goes on. Parameters witho
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from eigentrace.batch import select
-from eigentrace.errors import UnsupportedError
+from eigentrace.errors import NumericalError, UnsupportedError
 from eigentrace.forms import Form
 from eigentrace.outer import square_norms
-from eigentrace.project.compiled import CompiledPass
+from eigentrace.project.compiled_pass import CompiledPass
 from eigentrace.project.engine import Engine, Job, Projection
 from eigentrace.project.taps import Plan, Taps, UnplannedError, returned, survey
 from eigentrace.project.watch import Watched
@@ -30,6 +30,8 @@ _LOOKED_AT, _LOOKED_AT_AGAIN = 3, 32
 _CHECK_TOL = {torch.float64: 1e-6, torch.float32: 1e-2}
 _BF16_CHECK_TOL = 0.2
 _SMALL_SHARE = 1e-2
+# Rounding between a batch and one of its examples alone.
+_AUDIT_TOL = 1e-2
 
 
 @dataclass
@@ -66,74 +68,131 @@ class Collected:
         self.squares += square_norms(self.waiting.pop(name), self.budget).to(self.squares.dtype)  # type: ignore[operator,union-attr]
 
 
+@dataclass
+class Way:
+    """One way in which the model was seen to treat its batches, and what follows from it."""
+
+    plan: Plan
+    rest: Engine | None
+    """For the parameters without a rule, if there are any."""
+    compiled: CompiledPass
+
+    def __call__(self, job: Job, batch: Any, size: int) -> Projection:
+        """Project every example of the batch on the parameters that have rules."""
+        run = self.compiled if job.compute.compile else self.plainly
+        return run(job, batch, size)
+
+    def plainly(self, job: Job, batch: Any, size: int) -> Projection:
+        """Do so without compiling anything."""
+        return tapped(self.plan, job, batch, size)
+
+    def with_rest(self, job: Job, batch: Any, size: int, found: Projection) -> Projection:
+        """Add what the other parameters contribute."""
+        if self.rest is None:
+            return found
+        other = self.rest(narrowed(job, list(self.plan.without_rule)), batch, size)
+        squares = found.squares() + other.squares() if job.norms else None
+        return Projection(found.features + other.features, squares, found.losses)
+
+
 class Layerwise:
-    """The engine for one job: it plans on the first batch it sees, and plans again when the model does something new.
+    """The engine for one job: it plans on the first batch it sees, and again whenever the model does something new.
 
     Args:
-        rest: Gives the engines for parameters without a rule, best first.
+        rest: Makes the engine for a job of the parameters without a rule.
     """
 
     __name__ = "layerwise"
 
-    def __init__(self, rest: Callable[[Job, Any, int], Engine]) -> None:
-        self._choose_rest, self._rest = rest, None
-        self.plan: Plan | None = None
-        self._compiled = CompiledPass(self._pass)
+    def __init__(self, rest: Callable[[Job], Engine]) -> None:
+        self._make_rest = rest
+        self._batches = 0
+        self._ways: list[Way] = []
 
     def __call__(self, job: Job, batch: Any, size: int) -> Projection:
         """Project every example of the batch."""
-        if self.plan is None or self.plan.distinct < min(size, _LOOKED_AT):
-            self._make_plan(job, batch, size)
-        run = self._compiled if job.compute.compile else self._pass
-        planned = False
+        for way in list(self._ways):
+            if way.plan.distinct >= min(size, _LOOKED_AT):
+                try:
+                    found = way(job, batch, size)
+                except UnplannedError:
+                    continue
+                self._ways.remove(way)
+                self._ways.insert(0, way)
+                break
+        else:
+            found = self._in_a_new_way(job, batch, size)
+        self._audit(job, batch, size, found)
+        return self._ways[0].with_rest(job, batch, size, found)
+
+    def _in_a_new_way(self, job: Job, batch: Any, size: int) -> Projection:
+        """Plan on this batch; what its examples do not show while planning is left to another engine."""
+        known: dict[str, str] = {}
         while True:
+            way = self._plan(job, batch, size, known)
             try:
-                return self._with_rest(job, batch, size, run(job, batch, size))
+                found = way(job, batch, size)
             except UnplannedError as error:
-                # Look at this batch's first examples; what they do not show is left to another engine from here on.
-                known = dict.fromkeys(error.roots, error.message) if planned else {}
-                self._make_plan(job, batch, size, known)
-                planned = True
+                if known.keys() >= set(error.roots):
+                    raise UnsupportedError(error.message) from None
+                known.update(dict.fromkeys(error.roots, error.message))
+            else:
+                self._ways.insert(0, way)
+                return found
 
-    def _make_plan(self, job: Job, batch: Any, size: int, known: Mapping[str, str] | None = None) -> None:
-        known = {**(self.plan.without_rule if self.plan is not None else {}), **(known or {})}
-        most = _LOOKED_AT if self.plan is None else _LOOKED_AT_AGAIN
-        self.plan, self._rest = make_plan(job, batch, size, known, most), None
-        self._compiled = CompiledPass(self._pass)
-        job.task.note_engines(self.plan.without_rule)
-        if self.plan.without_rule.keys() >= job.task.params.keys():
-            reasons = sorted(set(self.plan.without_rule.values()))
+    def _plan(self, job: Job, batch: Any, size: int, known: Mapping[str, str]) -> Way:
+        try:
+            plan = make_plan(job, batch, size, known, _LOOKED_AT_AGAIN if self._ways else _LOOKED_AT)
+        except torch.OutOfMemoryError:
+            if size > 1:
+                raise
+            raise UnsupportedError("planning needs room for two examples at a time") from None
+        job.task.note_engines(plan.without_rule)
+        if plan.without_rule.keys() >= job.task.params.keys():
+            reasons = sorted(set(plan.without_rule.values()))
             raise UnsupportedError(f"no parameter has a layer rule ({'; '.join(reasons)})")
+        rest = self._make_rest(narrowed(job, list(plan.without_rule))) if plan.without_rule else None
+        return Way(plan, rest, CompiledPass(lambda job, batch, size: tapped(plan, job, batch, size)))
 
-    def _pass(self, job: Job, batch: Any, size: int) -> Projection:
-        plan, layout = self.plan, job.task.layout
-        features = torch.zeros(size, job.rows.count, dtype=layout.dtype, device=layout.device)
-        squares = torch.zeros(size, dtype=layout.dtype, device=layout.device) if job.norms else None
-        collected = Collected(
-            job=job,
-            features=features,
-            squares=squares,
-            budget=job.budget,
-            uses=plan.uses,  # type: ignore[union-attr]
-            skipped=plan.without_rule,  # type: ignore[union-attr]
-        )
-        taps = Taps(plan, size, layout.device, collected.receive)  # type: ignore[arg-type]
-        with kernels(job):
-            values = job.task.detached()
-            losses = taps.run(job.task.params, batch, lambda part: job.function(values, part), job.task.is_bf16)
-        collected.finish()
-        return Projection(features, squares, losses)
+    def _audit(self, job: Job, batch: Any, size: int, found: Projection) -> None:
+        """Compare examples of the 1st, 2nd, 4th, 8th, … batch with themselves alone, where nothing can be confused."""
+        self._batches += 1
+        if size == 1 or self._batches & (self._batches - 1):
+            return
+        tol = _BF16_CHECK_TOL if job.task.is_bf16 else _AUDIT_TOL
+        scale = float(found.features.abs().max()) if found.features.numel() else 0.0
+        for example in {0, self._batches % size, size - 1}:
+            try:
+                alone = self._ways[0].plainly(job, select(batch, slice(example, example + 1), size), 1)
+            except UnplannedError:
+                continue  # alone it is treated in another way
+            gap = float((alone.features[0] - found.features[example]).norm())
+            allowed = tol * max(float(alone.features[0].norm()), _SMALL_SHARE * scale)
+            if gap > allowed:
+                self._give_up(
+                    f"example {example} of batch {self._batches} has other features alone than among {size} (off by "
+                    f"{gap:.2g}, allowed {allowed:.2g}): the model moves examples in a way that rules cannot follow"
+                )
 
-    def _with_rest(self, job: Job, batch: Any, size: int, found: Projection) -> Projection:
-        names = list(self.plan.without_rule)  # type: ignore[union-attr]
-        if not names:
-            return found
-        rest = narrowed(job, names)
-        if self._rest is None:
-            self._rest = self._choose_rest(rest, batch, size)
-        other = self._rest(rest, batch, size)
-        squares = found.squares() + other.squares() if job.norms else None
-        return Projection(found.features + other.features, squares, found.losses)
+    def _give_up(self, why: str) -> NoReturn:
+        """Leave the job to other engines while every batch so far was looked at; later, nothing less than stop."""
+        if self._batches <= 2:
+            raise UnsupportedError(why)
+        raise NumericalError(f"{why}. Earlier batches may be wrong, too: use Compute(engine='reverse').")
+
+
+def tapped(plan: Plan, job: Job, batch: Any, size: int) -> Projection:
+    """Project every example of a batch by one forward and one backward pass, as planned."""
+    layout = job.task.layout
+    features = torch.zeros(size, job.rows.count, dtype=layout.dtype, device=layout.device)
+    squares = torch.zeros(size, dtype=layout.dtype, device=layout.device) if job.norms else None
+    collected = Collected(job, features, squares, job.budget, plan.uses, plan.without_rule)
+    taps = Taps(plan, size, layout.device, collected.receive)
+    values = job.task.detached()
+    with kernels(job):
+        losses = taps.run(job.task.params, batch, lambda part: job.function(values, part), job.task.is_bf16)
+    collected.finish()
+    return Projection(features, squares, losses)
 
 
 def kernels(job: Job) -> AbstractContextManager[None]:
@@ -168,11 +227,11 @@ def make_plan(job: Job, batch: Any, size: int, known: Mapping[str, str], most: i
     """
     params, values = job.task.params, job.task.detached()
     count = min(size, most)
-    index = torch.arange(max(2, count)) * (size - 1) // max(1, count - 1) % size
+    index = torch.arange(count) * (size - 1) // max(1, count - 1)
     part, twice = (select(batch, rows, size) for rows in (index, torch.cat([index, index])))
     with kernels(job):
-        seen = [survey(params, b, lambda b: job.function(values, b), job.task.is_bf16) for b in (part, twice)]
-        plan = Plan.of(*seen, len(index), 2 * len(index), min(size, _LOOKED_AT))
+        once, again = (survey(params, b, lambda b: job.function(values, b), job.task.is_bf16) for b in (part, twice))
+        plan = Plan.of(once, again, len(index), 2 * len(index), min(size, _LOOKED_AT))
         return _checked(job, replace(plan, without_rule=known), part, len(index))
 
 
@@ -195,11 +254,13 @@ def _checked(job: Job, plan: Plan, part: Any, size: int) -> Plan:
     for example in sorted({0, size // 2, size - 1}):
         gradients = _gradients(job, select(part, slice(example, example + 1), size))
         whole = torch.stack([torch.zeros(()), *(g.float().norm().cpu() for g in gradients.values())]).norm()
-        for name, gradient in gradients.items():
-            if name not in taps.sent:
+        for name, value in job.task.params.items():
+            if name in gradients and name not in taps.sent:
                 without.setdefault(name, "it is used where no function shows it")
-            elif name not in without and not _agrees(job, forms[name], example, gradient, whole):
-                without[name] = "the rules disagree with its gradient"
+            elif name in taps.sent and name not in without:
+                gradient = gradients.get(name, torch.zeros_like(value))
+                if not _agrees(job, forms[name], example, gradient, whole):
+                    without[name] = "the rules disagree with its gradient"
     uses = {name: count for name, count in taps.sent.items() if name not in without}
     return replace(plan, without_rule=without, uses=uses, checked=True)
 

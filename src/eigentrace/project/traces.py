@@ -25,15 +25,6 @@ _BY_DIM = {
     "index_select": 1,
     "gather": 1,
     "take_along_dim": 2,
-    "scatter": 1,
-    "scatter_": 1,
-    "scatter_add": 1,
-    "scatter_add_": 1,
-    "scatter_reduce": 1,
-    "index_add": 1,
-    "index_add_": 1,
-    "index_copy": 1,
-    "index_copy_": 1,
     "sort": 1,
     "topk": 2,
 }
@@ -41,13 +32,18 @@ _EVERYWHERE = frozenset(
     {
         "masked_select",
         "take",
-        "masked_scatter",
-        "masked_scatter_",
-        "index_put",
-        "index_put_",
         "repeat_interleave",
         "_pack_padded_sequence",
         "split_with_sizes",
+    }
+)
+
+
+# Functions that write some rows into others. What was picked out returns home; what was not is moved.
+_WRITE = frozenset(
+    {
+        *("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "index_add", "index_add_"),
+        *("index_copy", "index_copy_", "masked_scatter", "masked_scatter_", "index_put", "index_put_", "__setitem__"),
     }
 )
 
@@ -68,7 +64,13 @@ def follow(func: Callable, args: tuple, kwargs: Mapping[str, Any], output: Any) 
     trace = max((trace_of(t) for t in inputs), default=Trace.APART)
     if trace is Trace.APART:
         return
-    if trace is Trace.BATCH and _moves(func.__name__, args, kwargs):
+    if func.__name__ in _WRITE:
+        base, *others = inputs
+        written = max((trace_of(t) for t in others if t.is_floating_point()), default=Trace.APART)
+        moved = written is Trace.BATCH and any(trace_of(t) for t in others if not t.is_floating_point())
+        trace = Trace.MOVED if moved or trace_of(base) is Trace.MOVED else Trace.BATCH
+        mark(base, max(trace, trace_of(base)))
+    elif trace is Trace.BATCH and _moves(func.__name__, args, kwargs):
         trace = Trace.MOVED
     for result in tensors_in((output,)):
         if not any(result is t for t in inputs) or trace is Trace.MOVED:
@@ -79,7 +81,7 @@ def _moves(name: str, args: tuple, kwargs: Mapping[str, Any]) -> bool:
     """Tell whether a function picks among examples by numbers of the batch, or may."""
     if not args or not isinstance(args[0], Tensor) or trace_of(args[0]) is Trace.APART:
         return False  # a table that is looked up, not examples
-    if name in ("__getitem__", "__setitem__"):
+    if name == "__getitem__":
         return _picks(args[1])
     if name in _EVERYWHERE:
         return True

@@ -109,8 +109,8 @@ def _side(factor: Factor) -> tuple[Tensor, int]:
 
 
 def _form(left: Tensor, left_rows: int, right: Tensor, right_rows: int, groups: int) -> Outer:
-    sides = [OneHot(t, rows) if rows else Dense(t) for t, rows in ((left, left_rows), (right, right_rows))]
-    return Outer(*sides, len(left), groups)
+    a, b = (OneHot(t, rows) if rows else Dense(t) for t, rows in ((left, left_rows), (right, right_rows)))
+    return Outer(a, b, len(left), groups)
 
 
 def _define() -> None:

@@ -1,0 +1,100 @@
+"""Settings of a computation: wrong ones are refused by name, right ones mean what they say."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import eigentrace as et
+from eigentrace.compute import Compute
+from eigentrace.errors import InputError
+from eigentrace.project import Job, project
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "fast"}, "engine must be 'auto', 'layerwise', 'forward' or 'reverse', got 'fast'"),
+        ({"engine": None}, "engine must be"),
+        ({"precision": "fp16"}, "precision must be 'fp32' or 'bf16', got 'fp16'"),
+        ({"precision": torch.bfloat16}, "precision must be"),
+        ({"batch": 0}, "batch must be a whole number of at least 1, got 0"),
+        ({"batch": -3}, "batch must be a whole number"),
+        ({"batch": 2.5}, "batch must be a whole number"),
+        ({"batch": True}, "batch must be a whole number"),
+        ({"batch": "many"}, "batch must be a whole number"),
+        ({"batch": None}, "batch must be a whole number"),
+        ({"compile": 1}, "compile must be True or False, got 1"),
+        ({"compile": "yes"}, "compile must be True or False"),
+        ({"memory": 0}, "memory must be a number of bytes, or a fraction"),
+        ({"memory": -1}, "memory must be"),
+        ({"memory": 1.0}, "memory must be .* between 0 and 1, got 1.0"),
+        ({"memory": 0.0}, "memory must be"),
+        ({"memory": 2.5}, "memory must be"),
+        ({"memory": True}, "memory must be"),
+        ({"memory": "1GB"}, "memory must be .*'1GB'"),
+        ({"memory": float("nan")}, "memory must be"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_refused_by_name(settings, message):
+    with pytest.raises(InputError, match=message):
+        Compute(**settings)
+
+
+def test_settings_are_given_by_name():
+    with pytest.raises(TypeError):
+        Compute("layerwise")
+
+
+@pytest.mark.parametrize("memory", [1, 10**12, np.int64(7)])
+def test_bytes_are_taken_as_given(memory):
+    assert Compute(memory=memory).budget(CPU) == memory
+
+
+@pytest.mark.parametrize("share", [0.5, np.float32(0.25), 1e-6])
+def test_a_share_is_of_what_is_free(share, monkeypatch):
+    monkeypatch.setattr(Compute, "free", staticmethod(lambda device: 1_000_000))
+    assert Compute(memory=share).budget(CPU) == int(float(share) * 1_000_000)
+
+
+def test_the_default_is_small_enough_for_a_laptop():
+    assert 2**20 <= Compute().budget(CPU) <= 2**30
+    assert Compute.free(CPU) > 0
+
+
+@pytest.mark.parametrize("batch", [1, 3, np.int64(3), 100, "data", "auto"], ids=str)
+def test_examples_per_pass_are_as_asked_for(batch):
+    sizes = []
+
+    def loss(model, values):
+        sizes.append(len(values[0]))
+        return model(values[0]).square().sum(dim=1)
+
+    task = et.Task(nn.Linear(3, 2), loss)
+    data = et.Data(TensorDataset(torch.randn(10, 3), torch.zeros(10)), batch_size=5)
+    with task.session():
+        found = list(project(Job.of(task, "losses", norms=True, compute=Compute(batch=batch)), data))
+    given = 5 if isinstance(batch, str) else min(int(batch), 10)
+    assert max(len(b) for b, _ in found) == given
+    assert sum(len(p.losses) for _, p in found) == 10
+    assert max(sizes) <= max(given, 6)  # planning looks at a few examples twice
+
+
+def test_a_batch_that_came_whole_is_cut_as_asked_for():
+    sizes = []
+
+    def loss(model, values):
+        sizes.append(len(values[0]))
+        return model(values[0]).square().sum(dim=1)
+
+    task = et.Task(nn.Linear(3, 2), loss)
+    with task.session():
+        ((_, found),) = project(
+            Job.of(task, "losses", norms=True, compute=Compute(batch=8)), et.data.as_data((torch.randn(20, 3),))
+        )
+    assert len(found.losses) == 20
+    assert [n for n in sizes if n > 6] == [8, 8, 20]  # the last is the check of the losses against the whole batch
