@@ -29,7 +29,7 @@ from eigentrace.methods import arnoldi
 
 Kind = Literal["hessian", "gauss-newton"]
 
-FIT = et.Arnoldi(steps=200, keep=50, sample=512, precision="bf16", basis=et.Basis(dtype="bf16", max_vectors=120))
+FIT = et.Arnoldi(steps=200, keep=50, sample=512, precision="bf16", basis=et.Basis(dtype="bf16", max_vectors=100))
 """The paper's setting for ViT-L/32, its basis in half the memory and restarted."""
 SMALL_FIT = et.Arnoldi(steps=20, keep=5, sample=32, basis=et.Basis(dtype="bf16", max_vectors=12))
 

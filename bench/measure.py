@@ -56,7 +56,7 @@ class Timing:
         }
 
 
-def timed(step: Callable[[], Any], run: "Run", *, compiles: bool = False) -> Timing:
+def timed(step: Callable[[], Any], run: "Run", *, compiles: bool = False, warm_up: int = _WARM_UP) -> Timing:
     """Warm up, then repeat for about as many seconds as the run allows and take the median.
 
     Where the step should be compiled, a warning that it is not counts as a failure: an eager number must not stand for
@@ -67,8 +67,9 @@ def timed(step: Callable[[], Any], run: "Run", *, compiles: bool = False) -> Tim
             warnings.simplefilter("error", EigentraceWarning)
             torch.compiler.reset()  # what was compiled for other models counts against a limit
         release(run.device)
-        warm = [clocked(step, run.device) for _ in range(_WARM_UP)]
-        release(run.device)  # compiling takes memory of its own
+        warm = [clocked(step, run.device) for _ in range(warm_up)]
+        if run.on_gpu:
+            torch.cuda.reset_peak_memory_stats(run.device)  # compiling takes memory of its own
         together = max(1, math.ceil(min(_LEAST_REPEAT, run.seconds) / max(warm[-1], 1e-6)))
         repeats: list[float] = []
         start = time.perf_counter()

@@ -27,6 +27,8 @@ from eigentrace.streams import aligned
 
 # A batch repeated this often outlasts any measurement.
 _MANY_BATCHES = 20_000
+# The engine takes single examples of batches 1, 2, 4, 8, … again: three batches notice, a run of thousands hardly.
+_WARM_UP = 5
 # Forward mode carries K times the activations: a part of the batch is enough to see its speed.
 _FORWARD_SHARE = 8
 # Rows may take this share of the free memory; the model's pass and the engine need the rest.
@@ -165,7 +167,7 @@ def projecting(job: Job, batch: Batch, pool: RowPool, run: Run) -> Cell:
     with job.task.session():
         steps = project(job, data)
         try:
-            timing = timed(lambda: next(steps), run, compiles=job.compute.compile)
+            timing = timed(lambda: next(steps), run, compiles=job.compute.compile, warm_up=_WARM_UP)
         finally:
             steps.close()  # type: ignore[attr-defined]
     size = len(batch[-1])

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from checking import Net, check, numbers, run, some_rows, wavy, weight
 from eigentrace import Task
 from eigentrace.compute import Compute
+from eigentrace.rows import none
 
 AUTO = Compute(engine="auto")
 
@@ -302,9 +303,9 @@ def test_an_addition_in_place():
 # the numbers are right; the layers concerned may go by another engine or not.
 
 
-def right(function, members, data, concerned, compute=AUTO):
+def right(function, members, data, concerned, compute=AUTO, rows=some_rows):
     """Check the numbers, and that no layer but those concerned ("" for bare parameters) went by another engine."""
-    task = check(Net(function, **members), data, without=None, compute=compute)
+    task = check(Net(function, **members), data, without=None, compute=compute, rows=rows)
     assert {name.rpartition(".")[0] for name in task.coverage.without_rule} <= set(concerned)
 
 
@@ -333,20 +334,31 @@ SORTS = {
     ),
     "by gathering": lambda x, order: x.gather(0, order[:, None, None].expand(-1, *x.shape[1:])),
     "one by one": lambda x, order: torch.stack([x[i] for i in order.tolist()]),
-    "by a matrix": lambda x, order: torch.einsum("ij,jtd->itd", F.one_hot(order).to(x.dtype), x),
 }
 
 
-@pytest.mark.parametrize("lengths", [[(2, 2, 2, 2), (1, 3, 2, 5)], [(1, 2, 3, 4), (4, 3, 2, 1)]], ids=str)
+EVEN = (2, 2, 2, 2)
+LATER = {
+    "at once": [(1, 2, 3, 4), (4, 3, 2, 1)],
+    "in the second batch": [EVEN, (1, 3, 2, 2)],
+    "in the second batch, an odd number in all": [EVEN, (1, 4, 3, 1)],
+    "in the third batch": [EVEN, EVEN, (1, 3, 2, 2)],
+    "in the first batch only": [(1, 3, 2, 2), EVEN],
+    "in the end of the first batch": [(2, 2, 1, 3)],
+}
+
+
+@pytest.mark.parametrize("rows", [some_rows, none])
+@pytest.mark.parametrize("lengths", LATER)
 @pytest.mark.parametrize("sort", SORTS)
-def test_sorted_by_length_inside(sort, lengths):
+def test_sorted_by_length_inside(sort, lengths, rows):
     # As models do that pack sequences. Examples of equal length stay where they are, so planning may see nothing.
     def forward(self, x, length):
         order = length.argsort(descending=True, stable=True)
         return self.b(SORTS[sort](self.a(SORTS[sort](x, order)).tanh(), order.argsort()))
 
-    data = [(numbers(4, 2, 3), torch.tensor(n)) for n in lengths]
-    right(forward, linears(3, 4, 2), data, {"a", "b"})
+    data = [(numbers(4, 2, 3), torch.tensor(n)) for n in LATER[lengths]]
+    right(forward, linears(3, 4, 2), data, {"a", "b"}, rows=rows)
 
 
 class Picked(torch.autograd.Function):
@@ -377,26 +389,19 @@ UNPADDED = {
 }
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        pytest.param([(2, 2, 2, 2), (1, 3, 2, 2)], id="as many in all"),
-        pytest.param([(2, 2, 2, 2), (1, 4, 3, 1)], id="an odd number in all"),
-        pytest.param([(1, 3, 2, 2), (2, 2, 2, 2)], id="uneven first"),
-        pytest.param([(2, 2, 1, 3)], id="uneven within the first"),
-    ],
-)
+@pytest.mark.parametrize("rows", [some_rows, none])
+@pytest.mark.parametrize("lengths", LATER)
 @pytest.mark.parametrize("way", UNPADDED)
-def test_padding_taken_out(way, lengths):
+def test_padding_taken_out(way, lengths, rows):
     def forward(self, x, length):
         valid = torch.arange(x.shape[1]) < length[:, None]
         h = (self.a(UNPADDED[way](x, length, valid)).tanh() * self.p).sum(dim=-1)
         owners = UNPADDED[way](torch.arange(len(x))[:, None, None].expand(*x.shape[:2], 1), length, valid).squeeze(1)
         return self.b(x.new_zeros(len(x)).index_add(0, owners, h)[:, None])
 
-    data = [(numbers(4, 4, 3), torch.tensor(n)) for n in lengths]
+    data = [(numbers(4, 4, 3), torch.tensor(n)) for n in LATER[lengths]]
     members = {"a": nn.Linear(3, 4), "p": weight(4), "b": nn.Linear(1, 2)}
-    right(forward, members, data, {"a", "", "b"})
+    right(forward, members, data, {"a", "", "b"}, rows=rows)
 
 
 @pytest.mark.parametrize(

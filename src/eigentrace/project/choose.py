@@ -73,10 +73,10 @@ def project(job: Job, data: Data, description: str = "Projecting gradients") -> 
     """Do a job for every example of the data, batch by batch, inside the caller's session."""
     job = replace(job, rows=placed(job.rows, job.task.layout.device, job.compute))
     batch_size = job.compute.batch
-    if isinstance(batch_size, int):
-        data = data.rebatched(batch_size)
+    if not isinstance(batch_size, str):
+        data = data.rebatched(int(batch_size))
     engine = InTurn(preferred(job))
-    portions = Portions(batch_size if isinstance(batch_size, int) else None)
+    portions = Portions(None if isinstance(batch_size, str) else int(batch_size))
     checked = SplitCheck(job.task, job.function)
     if batch_size == "auto":
         largest = largest_batch(engine, job, data)
@@ -154,7 +154,9 @@ class SplitCheck:
             return
         self.seen.add(ways)
         together = self.function(self.task.params, values)
-        gap = float((losses - together).abs().max() / together.abs().max().clamp_min(1e-6))
+        # Losses near zero keep no digits in bfloat16: then only those of another size tell.
+        least = 0.1 if self.task.is_bf16 else 1e-6
+        gap = float((losses - together).abs().max() / together.abs().max().clamp_min(least))
         if gap > _SPLIT_TOL:
             raise TaskError(
                 f"The losses of the batch from row {batch.rows[0]} on change by {gap:.2g} of their size when its "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eigentrace.batch import map_tensors, tensors_of
-from eigentrace.errors import EigentraceWarning
+from eigentrace.errors import EigentraceWarning, UnsupportedError
 from eigentrace.factors import Dense, Factor, OneHot
 from eigentrace.outer import WHOLE, Outer
 from eigentrace.project.engine import Job, Projection
@@ -55,6 +55,8 @@ class CompiledPass:
             task = job.task.with_values(dict(zip(names, values, strict=True)))
             own = replace(job, task=task, function=getattr(task, job.function.__name__))
             found = self.run(own, map_tensors(lambda t: next(remaining), batch), size)
+            if found.read:
+                raise UnsupportedError(f"the model reads numbers of its batch ({', '.join(sorted(found.read))})")
             squares = found.square_norms if job.norms else found.losses
             return found.features, squares, found.losses  # type: ignore[return-value]
 

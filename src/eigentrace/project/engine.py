@@ -22,6 +22,8 @@ class Projection:
     features: Tensor  # (B, K)
     square_norms: Tensor | None  # (B,) ‖g(x)‖², where asked for
     losses: Tensor  # (B,) the function that was differentiated
+    read: frozenset[str] = frozenset()
+    """Functions by which the model read numbers of the batch into Python, where that is known."""
 
     def squares(self) -> Tensor:  # (B,)
         """Return the squared norms of a job that asked for them."""

@@ -20,6 +20,7 @@ from eigentrace.outer import square_norms
 from eigentrace.project.compiled_pass import CompiledPass
 from eigentrace.project.engine import Engine, Job, Projection
 from eigentrace.project.taps import Plan, Taps, UnplannedError, returned, survey
+from eigentrace.project.traces import READ_MANY
 from eigentrace.project.watch import Watched
 from eigentrace.rows import NarrowedRows
 from eigentrace.task import Values
@@ -30,8 +31,11 @@ _LOOKED_AT, _LOOKED_AT_AGAIN = 3, 32
 _CHECK_TOL = {torch.float64: 1e-6, torch.float32: 1e-2}
 _BF16_CHECK_TOL = 0.2
 _SMALL_SHARE = 1e-2
-# Rounding between a batch and one of its examples alone.
-_AUDIT_TOL = 1e-2
+# What rounding may do between a batch and one of its examples by itself, to gradients and to losses.
+_AUDIT_TOL, _BF16_AUDIT_TOL = {torch.float64: 1e-6, torch.float32: 1e-3}, 0.05
+_SAME_LOSS = 1e-2
+# The first batches, all of which are audited.
+_ALL_AUDITED = 2
 
 
 @dataclass
@@ -107,6 +111,7 @@ class Layerwise:
     def __init__(self, rest: Callable[[Job], Engine]) -> None:
         self._make_rest = rest
         self._batches = 0
+        self._all_audited = True
         self._ways: list[Way] = []
 
     def __call__(self, job: Job, batch: Any, size: int) -> Projection:
@@ -157,28 +162,49 @@ class Layerwise:
     def _audit(self, job: Job, batch: Any, size: int, found: Projection) -> None:
         """Compare examples of the 1st, 2nd, 4th, 8th, … batch with themselves alone, where nothing can be confused."""
         self._batches += 1
-        if size == 1 or self._batches & (self._batches - 1):
+        # A model that reads lists of numbers out of its batch may sort by them, unseen: every batch is looked at then.
+        due = not self._batches & (self._batches - 1) or bool(found.read & READ_MANY)
+        if size == 1:
             return
-        tol = _BF16_CHECK_TOL if job.task.is_bf16 else _AUDIT_TOL
-        scale = float(found.features.abs().max()) if found.features.numel() else 0.0
-        for example in {0, self._batches % size, size - 1}:
-            try:
-                alone = self._ways[0].plainly(job, select(batch, slice(example, example + 1), size), 1)
-            except UnplannedError:
-                continue  # alone it is treated in another way
-            gap = float((alone.features[0] - found.features[example]).norm())
-            allowed = tol * max(float(alone.features[0].norm()), _SMALL_SHARE * scale)
-            if gap > allowed:
+        if not due:
+            self._all_audited = False
+            return
+        listed = bool(found.read & READ_MANY)
+        several = listed or self._batches <= _ALL_AUDITED
+        for example in {0, size - 1, self._batches % size} if several else {self._batches % size}:
+            # Among copies of itself an example meets the same shapes and kernels: what rounding did is the same, too.
+            if self._differs(job, batch, size, found, example, 1) and self._differs(
+                job, batch, size, found, example, size
+            ):
                 self._give_up(
-                    f"example {example} of batch {self._batches} has other features alone than among {size} (off by "
-                    f"{gap:.2g}, allowed {allowed:.2g}): the model moves examples in a way that rules cannot follow"
+                    f"example {example} of batch {self._batches} has other gradients among the {size} than by itself: "
+                    "the model moves examples in a way that rules cannot follow"
                 )
+
+    def _differs(self, job: Job, batch: Any, size: int, found: Projection, example: int, copies: int) -> bool:
+        """Tell whether copies of an example by themselves give other numbers than it got in its batch."""
+        try:
+            own = self._ways[0].plainly(job, select(batch, torch.full((copies,), example), size), copies)
+        except UnplannedError:
+            return False  # by itself it is treated in another way
+        if float((own.losses[0] - found.losses[example]).abs()) > _SAME_LOSS * float(found.losses.abs().max()):
+            return False  # something that all examples share was cut up with them: this is another example
+        mine, everything = _with_norms(own)[0], _with_norms(found)
+        scale = float(everything.abs().max()) if everything.numel() else 0.0
+        tol = _BF16_AUDIT_TOL if job.task.is_bf16 else _AUDIT_TOL[job.task.layout.dtype]
+        return float((mine - everything[example]).norm()) > tol * max(float(mine.norm()), _SMALL_SHARE * scale)
 
     def _give_up(self, why: str) -> NoReturn:
         """Leave the job to other engines while every batch so far was looked at; later, nothing less than stop."""
-        if self._batches <= 2:
+        if self._all_audited:
             raise UnsupportedError(why)
         raise NumericalError(f"{why}. Earlier batches may be wrong, too: use Compute(engine='reverse').")
+
+
+def _with_norms(found: Projection) -> Tensor:  # (B, K + 1)
+    if found.square_norms is None:
+        return found.features
+    return torch.cat([found.features, found.square_norms.sqrt()[:, None]], dim=1)
 
 
 def tapped(plan: Plan, job: Job, batch: Any, size: int) -> Projection:
@@ -192,7 +218,7 @@ def tapped(plan: Plan, job: Job, batch: Any, size: int) -> Projection:
     with kernels(job):
         losses = taps.run(job.task.params, batch, lambda part: job.function(values, part), job.task.is_bf16)
     collected.finish()
-    return Projection(features, squares, losses)
+    return Projection(features, squares, losses, taps.read)
 
 
 def kernels(job: Job) -> AbstractContextManager[None]:

@@ -100,6 +100,7 @@ class Taps:
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.without_rule: dict[str, str] = {}
         self.sent: dict[str, int] = {}
+        self.read: frozenset[str] = frozenset()
 
     def run(
         self, params: Mapping[str, Tensor], batch: Any, function: Callable[[Any], Tensor], fused: bool
@@ -109,6 +110,7 @@ class Taps:
             watch = Watch(params, self._visit, fused)
             with watch:
                 losses = function(traced(batch))
+            self.read = frozenset(watch.read)
             if losses.requires_grad:
                 ends = [self.anchor, *(t for t in watch.ends if t.is_leaf and t.requires_grad)]
                 torch.autograd.grad(losses.sum(), ends, allow_unused=True)

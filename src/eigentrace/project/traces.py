@@ -22,7 +22,6 @@ class Trace(IntEnum):
 # Functions that take examples, or parts of them, to places that an index tensor names, by the argument that names the
 # dimension; those without one move across all of them.
 _BY_DIM = {
-    "index_select": 1,
     "gather": 1,
     "take_along_dim": 2,
     "sort": 1,
@@ -46,6 +45,11 @@ _WRITE = frozenset(
         *("index_copy", "index_copy_", "masked_scatter", "masked_scatter_", "index_put", "index_put_", "__setitem__"),
     }
 )
+
+
+# Functions that hand numbers of a tensor to Python, one or many: what the model does next may depend on them.
+READ_ONE = frozenset({"item", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose"})
+READ_MANY = frozenset({"tolist", "numpy", "__array__"})
 
 
 def trace_of(tensor: Tensor) -> Trace:
@@ -81,23 +85,26 @@ def _moves(name: str, args: tuple, kwargs: Mapping[str, Any]) -> bool:
     """Tell whether a function picks among examples by numbers of the batch, or may."""
     if not args or not isinstance(args[0], Tensor) or trace_of(args[0]) is Trace.APART:
         return False  # a table that is looked up, not examples
-    if name == "__getitem__":
-        return _picks(args[1])
-    if name in _EVERYWHERE:
-        return True
-    if name == "split":
-        return isinstance(args[1] if len(args) > 1 else kwargs.get("split_size_or_sections"), list | tuple)
     if name in _BY_DIM:
         place = _BY_DIM[name]
         dim = args[place] if len(args) > place else kwargs.get("dim", -1)
         return dim in (0, -args[0].ndim)
-    return False
+    if name == "__getitem__":
+        return _picks(args[1])
+    if name == "index_select":
+        return any(trace_of(t) for t in tensors_in(args[1:], kwargs))
+    sizes = args[1] if len(args) > 1 else kwargs.get("split_size_or_sections")
+    return name in _EVERYWHERE or (name == "split" and isinstance(sizes, list | tuple))
 
 
 def _picks(index: Any) -> bool:
-    """Tell whether an index chooses along the first dimension by numbers of the batch."""
-    first = index[0] if isinstance(index, tuple) and index else index
-    return isinstance(first, Tensor) and first.ndim > 0 and trace_of(first) is not Trace.APART
+    """Tell whether an index chooses among examples by numbers of the batch.
+
+    The first tensor of an index decides: in `x[arange(B), last]` each example picks within itself.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    first = next((item for item in items if isinstance(item, Tensor) and item.ndim > 0), None)
+    return first is not None and trace_of(first) is not Trace.APART
 
 
 def tensors_in(args: Any, kwargs: Mapping[str, Any] | None = None) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from eigentrace.batch import map_tensors
 from eigentrace.project.rules import RULES, Call, Uses
-from eigentrace.project.traces import Trace, follow, mark, tensors_in, trace_of
+from eigentrace.project.traces import READ_MANY, READ_ONE, Trace, follow, mark, tensors_in, trace_of
 
 # Functions that autocast runs in the smaller type: casting their input here keeps one cast copy instead of two.
 _CAST = frozenset({"linear", "matmul", "mm", "__matmul__", "addmm", "conv1d", "conv2d", "conv3d"})
@@ -28,6 +28,8 @@ _SIGNATURES = {name: inspect.signature(rule) for name, rule in RULES.items()}
 # Up to this many tokens memory-efficient attention is faster than flash attention: on an H200 .70 against 1.91 µs an
 # example at 50 tokens and 16 heads, .31 against .92 at 32 and 8, but 7.6 against 6.0 at 256 and 12.
 _SHORT = 128
+
+_READING = READ_ONE | READ_MANY
 
 Key = tuple[str, int]
 
@@ -137,6 +139,8 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.visit, self.fused = visit, fused
         self.watched: dict[int, Watched] = {}
+        self.read: set[str] = set()
+        """Functions by which the model read numbers that came of the batch."""
         self.ends: list[Tensor] = []
         """Tensors the model itself wants gradients of: where the backward pass must go, too."""
         self._alive: list[Any] = []  # what ids stand for must not be collected
@@ -156,6 +160,8 @@ class Watch(TorchFunctionMode):
         else:
             output = self._call(func, args, kwargs)
         follow(func, args, kwargs, output)
+        if func.__name__ in _READING and any(trace_of(t) for t in tensors_in(args)):
+            self.read.add(func.__name__)
         if func.__name__ == "requires_grad_":
             self.ends.append(output)
         return output
