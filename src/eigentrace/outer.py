@@ -23,7 +23,8 @@ _CPU_INTENSITY = 8.0
 # Carrying rows through tokens runs at 450 to 700 TFLOP/s, the products of written-out gradients at full speed.
 _CARRYING = 1.2
 # Written-out gradients at a time. A GPU wants long products; on a CPU a chunk should stay in the cache.
-_LARGEST_CHUNK = {"cuda": 2**30, "cpu": 2**23}
+_LARGEST_CHUNK = {"cuda": 2**30, "cpu": 2**22}
+_LARGEST_GATHER = {"cuda": 2**30, "cpu": 2**20}
 # Examples of a chunk: enough to reuse each piece of the rows, few enough to leave room for long pieces.
 _EXAMPLES_AT_ONCE = 512
 
@@ -78,6 +79,15 @@ class Outer:
             return self._contract(rows, budget)
         return self._materialise(rows, budget)
 
+    def dot_and_square_norms(self, rows: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+        """Do both, writing gradients out only once where both would."""
+        written_out = self.left.tokens and self.numel and not isinstance(self.left, OneHot)
+        contracted = self.groups == 1 and self._contracting_pays(rows)
+        if WHOLE.get() is not None or not written_out or contracted or self._tokens_are_few():
+            return self.dot(rows, budget), self.square_norms(budget)
+        squares = torch.zeros(self.examples, dtype=wide_type(rows.dtype), device=rows.device)
+        return self._materialise(rows, budget, squares), squares
+
     def pick(self, index: Tensor) -> Tensor:
         """Take single coordinates: a product of two numbers per token."""
         group, rest = index // (self.left.width * self.right.width), index % (self.left.width * self.right.width)
@@ -99,11 +109,9 @@ class Outer:
         whole = WHOLE.get()
         if whole is not None:
             return whole.square_norms(self, budget)
-        tokens, left, right = self.left.tokens, self.left.width, self.right.width
-        if not tokens or not self.numel:
+        if not self.left.tokens or not self.numel:
             return wide(_sample(self.right)).new_zeros(self.examples)
-        by_tokens = 2 * tokens * tokens * (1 / left + 1 / right)
-        if isinstance(self.left, OneHot) or by_tokens < 2 * tokens + _intensity(_sample(self.right)):
+        if isinstance(self.left, OneHot) or self._tokens_are_few():
             return self.inner(self, budget)
         chunks = self._chunks(budget)
         squares = [wide(self._write(s, e, slice(None))).square().sum(dim=(1, 2, 3)) for s, e in chunks]
@@ -120,6 +128,12 @@ class Outer:
             right = token_products(self.right, other.right, start, stop)
             results.append((left * right).sum(dim=(1, 2, 3)))
         return torch.cat(results)
+
+    def _tokens_are_few(self) -> bool:
+        """Compare operations per parameter: products between all tokens, or writing out and squaring."""
+        tokens = self.left.tokens
+        by_tokens = 2 * tokens * tokens * (1 / self.left.width + 1 / self.right.width)
+        return by_tokens < 2 * tokens + _intensity(_sample(self.right))
 
     def _contracting_pays(self, rows: Tensor) -> bool:
         """Compare operations per parameter: write out and multiply, or carry every row through every token."""
@@ -144,10 +158,10 @@ class Outer:
             results.append(_paired(half, narrow.take(start, stop)))
         return torch.cat(results)
 
-    def _materialise(self, rows: Tensor, budget: int) -> Tensor:
-        """Write out a chunk of gradients, multiply it with the rows' chunk, and go on."""
-        wide, size = wide_type(rows.dtype), self.left.width * self.right.width
-        out = torch.zeros(len(rows), self.examples, dtype=wide, device=rows.device)
+    def _materialise(self, rows: Tensor, budget: int, squares: Tensor | None = None) -> Tensor:
+        """Write out a chunk of gradients, multiply it with the rows' chunk, add up its squares if asked, and go on."""
+        dtype, size = wide_type(rows.dtype), self.left.width * self.right.width
+        out = torch.zeros(len(rows), self.examples, dtype=dtype, device=rows.device)
         # Chunks of whole groups, or of the left factor's coordinates: contiguous in the rows either way.
         units, unit = (self.groups, size) if self.groups > 1 else (self.left.width, self.right.width)
         largest = min(budget, _LARGEST_CHUNK.get(rows.device.type, 2**30)) // (unit * rows.element_size())
@@ -159,17 +173,21 @@ class Outer:
                 written = (part.transpose(2, 3) @ other).reshape(stop - start, -1)
                 # Rows first: the result's long side then is the examples, which suits the matrix units at any K.
                 out[:, start:stop] += mm(rows[:, low * unit : high * unit], written.T)
+                if squares is not None:
+                    squares[start:stop] += torch.linalg.vector_norm(written, dim=1, dtype=dtype).square()
         return out.T
 
     def _look_up(self, rows: Tensor, budget: int) -> Tensor:
-        """Gather the rows' entries of each token."""
+        """Gather the rows' entries of each token, few rows at a time where a cache is to hold them."""
         index, width = self.left.index, self.right.width  # type: ignore[attr-defined]
         cube = rows.unflatten(1, (self.left.width, width))  # (K, L, R)
-        bytes_each = 2 * len(rows) * self.left.tokens * width * rows.element_size()
+        largest = min(budget, _LARGEST_GATHER.get(rows.device.type, 2**30)) // (width * rows.element_size())
         results = []
-        for start, stop in self._spans(self.examples, max(1, budget // max(bytes_each, 1))):
-            picked = cube.index_select(1, index[start:stop].reshape(-1)).view(len(rows), stop - start, -1)
-            results.append(_paired(picked, self.right.take(start, stop)))
+        for start, stop in self._spans(self.examples, max(1, largest // self.left.tokens)):
+            flat, right = index[start:stop].reshape(-1), self.right.take(start, stop).to(rows.dtype)
+            spans = self._spans(len(rows), max(1, largest // len(flat)))
+            parts = (cube[low:high].index_select(1, flat).view(high - low, stop - start, -1) for low, high in spans)
+            results.append(torch.cat([_paired(part, right) for part in parts], dim=1))
         return torch.cat(results)
 
     def _pairs(self, group: Tensor, row: Tensor, column: Tensor, left: Factor, right: Factor) -> Tensor:

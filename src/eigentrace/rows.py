@@ -59,7 +59,11 @@ class DensePart:
 
     def add(self, form: Form, out: Tensor, budget: int) -> None:
         """Add the products with the rows."""
-        out[:, self.offset : self.offset + len(self.matrix)] += form.dot(self.matrix, budget).to(out.dtype)
+        self.put(form.dot(self.matrix, budget), out)
+
+    def put(self, products: Tensor, out: Tensor) -> None:  # (B, k) -> (B, K)
+        """Add products that were computed elsewhere."""
+        out[:, self.offset : self.offset + len(self.matrix)] += products.to(out.dtype)
 
 
 @dataclass(frozen=True)

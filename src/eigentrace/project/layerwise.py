@@ -16,13 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from eigentrace.batch import select
 from eigentrace.errors import NumericalError, UnsupportedError
 from eigentrace.forms import Form
-from eigentrace.outer import square_norms
+from eigentrace.outer import Outer, square_norms
 from eigentrace.project.compiled_pass import CompiledPass
 from eigentrace.project.engine import Engine, Job, Projection
 from eigentrace.project.taps import Plan, Taps, UnplannedError, returned, survey
 from eigentrace.project.traces import READ_MANY
 from eigentrace.project.watch import Watched
-from eigentrace.rows import NarrowedRows
+from eigentrace.rows import DensePart, NarrowedRows, Part
 from eigentrace.task import Values
 
 # Examples that planning looks at, at first and when a later batch shows something new.
@@ -55,13 +55,25 @@ class Collected:
         for name, own in returned(watched, form):
             if name in self.skipped:
                 continue
-            for part in self.job.rows.parts(name):
-                part.add(own, self.features, self.budget)
-            if self.squares is not None:
+            parts = list(self.job.rows.parts(name))
+            if self.squares is None:
+                self._multiply(own, parts)
+            elif (
+                self.uses[name] == 1 and isinstance(own, Outer) and len(parts) == 1 and isinstance(parts[0], DensePart)
+            ):
+                found, squares = own.dot_and_square_norms(parts[0].matrix, self.budget)
+                parts[0].put(found, self.features)
+                self.squares += squares.to(self.squares.dtype)
+            else:
+                self._multiply(own, parts)
                 together = self.waiting.setdefault(name, [])
                 together.append(own)
                 if len(together) == self.uses[name]:
                     self._settle(name)
+
+    def _multiply(self, form: Form, parts: list[Part]) -> None:
+        for part in parts:
+            part.add(form, self.features, self.budget)
 
     def finish(self) -> None:
         """Take the norms of what never got all the gradients it was waiting for."""
