@@ -18,11 +18,11 @@ import eigentrace as et
 from bench.command import Benchmark, choices, main, options, say
 from bench.measure import Cell, Precision, Run, Subject, attempt, release, timed
 from bench.models import Batch, cross_entropy
-from bench.projection_page import FORWARD_K, layerwise_cell, render
+from bench.projection_page import FORWARD_K, ROTATED, ROTATED_CELL, layerwise_cell, render
 from bench.record import Recorder
 from eigentrace.compute import Compute
 from eigentrace.project import Job, project
-from eigentrace.rows import DenseRows, Rows, StackedRows
+from eigentrace.rows import DenseRows, RotatedRows, Rotation, Rows, StackedRows
 from eigentrace.streams import aligned
 
 # A batch repeated this often outlasts any measurement.
@@ -31,6 +31,8 @@ _MANY_BATCHES = 20_000
 _WARM_UP = 5
 # Forward mode carries K times the activations: a part of the batch is enough to see its speed.
 _FORWARD_SHARE = 8
+# Columns of each rotation: the leading directions, among which the largest coordinates are found.
+_DIRECTIONS = 32
 # Rows may take this share of the free memory; the model's pass and the engine need the rest.
 _ROWS_SHARE = 0.6
 
@@ -46,6 +48,8 @@ def measure(subject: Subject, recorder: Recorder, settings: argparse.Namespace) 
 
     if "train" not in settings.skip:
         cell("train", partial(training, subject, run, compiles=not run.small))
+    if "rotated" not in settings.skip:
+        cell(ROTATED_CELL, partial(rotated_mode, subject, run))
     ks = [] if "layerwise" in settings.skip else settings.ks
     forward = [] if "forward" in settings.skip else [FORWARD_K]
     if not ks + forward:
@@ -156,12 +160,37 @@ def layerwise(subject: Subject, pool: RowPool, k: int, run: Run, *, compiles: bo
     return found | ({"note": " ".join(remarks)} if remarks else {})
 
 
+def rotated_mode(subject: Subject, run: Run) -> Cell:
+    """Time layerwise reverse mode on coordinates in a rotated basis, shared out among the matrices."""
+    task, device = subject.task, run.device
+    shapes = dict(zip(task.layout.names, task.layout.shapes, strict=True))
+    matrices = [name for name, shape in shapes.items() if len(shape) > 1]
+    generator = torch.Generator(device).manual_seed(0)
+    rotations = {}
+    for number, name in enumerate(matrices):
+        share = ROTATED * (number + 1) // len(matrices) - ROTATED * number // len(matrices)
+        # An embedding keeps its words: its rows are looked up, not rotated.
+        words = shapes[name][0] if name.startswith("embedding") else None
+        sides = [_directions(n, generator) for n in (shapes[name][0], shapes[name][1:].numel())]
+        limits = [words or sides[0].shape[1], sides[1].shape[1]]
+        pairs = torch.stack([torch.randint(0, n, (share,), generator=generator, device=device) for n in limits])
+        rotations[name] = Rotation(None if words else sides[0], sides[1], pairs)
+    compute = Compute(engine="layerwise", precision=run.precision, batch="data")
+    job = Job.of(task, "losses", RotatedRows(rotations, task.layout), norms=True, compute=compute)
+    return projecting(job, subject.batch, None, run)
+
+
+def _directions(size: int, generator: torch.Generator) -> Tensor:
+    count = min(size, _DIRECTIONS)
+    return torch.randn(size, count, generator=generator, device=generator.device) / size**0.5
+
+
 def make_job(pool: RowPool, k: int, compute: Compute, *, norms: bool) -> Job:
     """Describe the work: the gradients of the losses, on the first K rows."""
     return Job.of(pool.task, "losses", pool.rows(k), norms=norms, compute=compute)
 
 
-def projecting(job: Job, batch: Batch, pool: RowPool, run: Run) -> Cell:
+def projecting(job: Job, batch: Batch, pool: RowPool | None, run: Run) -> Cell:
     """Time a job on one batch, given again and again."""
     data = et.Data.from_batches([batch] * _MANY_BATCHES)
     with job.task.session():
@@ -173,7 +202,7 @@ def projecting(job: Job, batch: Batch, pool: RowPool, run: Run) -> Cell:
     size = len(batch[-1])
     found = timing.numbers | {"rate": size / timing.seconds, "batch": size, "precision": job.compute.precision}
     if timing.peak is not None:
-        found["peak"] = timing.peak - pool.unused(job.rows.count)
+        found["peak"] = timing.peak - (pool.unused(job.rows.count) if pool is not None else 0)
     return found
 
 
@@ -188,7 +217,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = options("Examples per second of projecting per-example gradients, beside a training step.")
     parser.add_argument("--ks", type=_numbers, default=[10, 20, 50, 100, 200], help="numbers of rows; 10,20,50,100,200")
     parser.add_argument("--compile", action="store_true", help="measure compiled layerwise mode as well")
-    parser.add_argument("--skip", type=choices("train", "forward", "layerwise"), default=[], help="what not to measure")
+    parser.add_argument(
+        "--skip", type=choices("train", "forward", "layerwise", "rotated"), default=[], help="what not to measure"
+    )
     return parser
 
 

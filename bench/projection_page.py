@@ -9,6 +9,9 @@ from bench.plot import Line, panels_svg
 from bench.record import Notes, Record, heading, judged, memory, millions, read, runs_of, shown, stem, table
 
 FORWARD_K = 10
+ROTATED = 1024
+"""Coordinates in a two-sided rotated basis, for the comparison with dense rows."""
+ROTATED_CELL = f"rotated/{ROTATED}"
 RATE_GOALS = {("vit_l_32", 10): 2700, ("vit_l_32", 100): 2000, ("transformer_base", 10): 28000}
 """Examples per second on an H200, by model and K."""
 TIME_GOAL, TIME_GOAL_K = 1.5, 100
@@ -71,7 +74,8 @@ def render(out: Path, small: bool) -> None:
     lines += ["", f"![Examples per second against K]({name}.svg)", ""]
     lines += [
         "The columns K = … are layerwise mode, which gives K features, the squared norm of the gradient and the loss "
-        "of every example; the plot shows the faster of eager and compiled. The training step is forward, backward and "
+        "of every example; the last column takes coordinates in a two-sided rotated basis instead. The plot shows the "
+        "faster of eager and compiled. The training step is forward, backward and "
         "a fused AdamW step, " + ("not compiled at this size." if small else "compiled by `torch.compile`."),
     ]
     for machine, models in results.items():
@@ -126,7 +130,11 @@ def _grid(
 ) -> list[str]:
     """Lay out one kind of number: the training step, forward mode, then layerwise mode at every K."""
     headings = ["model", *(["parameters", "batch"] if facts else []), "training step", f"forward, K = {FORWARD_K}"]
-    headings += [f"K = {k}" for k in ks] + ([f"K = 100 / K = 10, goal ≤ {GROWTH_GOAL}"] if growth else [])
+    headings += (
+        [f"K = {k}" for k in ks]
+        + [f"{ROTATED:,} rotated"]
+        + ([f"K = 100 / K = 10, goal ≤ {GROWTH_GOAL}"] if growth else [])
+    )
     lines = []
     for row in rows:
         cells, about = row.record["cells"], row.record["settings"]
@@ -134,6 +142,7 @@ def _grid(
         others = (cells.get("train"), cells.get(f"forward/{FORWARD_K}"))
         line += ["" if row.compiles else write(row, None, cell) for cell in others]
         line += [write(row, k, row.cell(k)) for k in ks]
+        line.append("" if row.compiles else write(row, None, cells.get(ROTATED_CELL)))
         if growth:
             line.append("–" if row.growth is None else judged(f"{row.growth:.2f}", row.growth, GROWTH_GOAL))
         lines.append(line)

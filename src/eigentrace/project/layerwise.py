@@ -4,7 +4,7 @@ Each use of a parameter yields the gradients of all examples as a form; the form
 piece of the rows and dropped before the backward pass goes on. Parameters without a rule go by another engine, alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from eigentrace.batch import select
 from eigentrace.errors import NumericalError, UnsupportedError
-from eigentrace.forms import Form
+from eigentrace.forms import Direct, Form
 from eigentrace.outer import Outer, square_norms
 from eigentrace.project.compiled_pass import CompiledPass
 from eigentrace.project.engine import Engine, Job, Projection
@@ -34,6 +34,8 @@ _SMALL_SHARE = 1e-2
 # What rounding may do between a batch and one of its examples by itself, to gradients and to losses.
 _AUDIT_TOL, _BF16_AUDIT_TOL = {torch.float64: 1e-6, torch.float32: 1e-3}, 0.05
 _SAME_LOSS = 1e-2
+# Small gradients that are put aside to be multiplied together: 256 MiB.
+_MOST_HELD = 2**28
 # The first batches, all of which are audited.
 _ALL_AUDITED = 2
 
@@ -49,35 +51,67 @@ class Collected:
     uses: Mapping[str, int]
     skipped: Mapping[str, str]
     waiting: dict[str, list[Form]] = field(default_factory=dict)
+    small: dict[str, Tensor] = field(default_factory=dict)
 
     def receive(self, watched: Watched, form: Form) -> None:
-        """Multiply a gradient with its piece of the rows; keep it only while its norm waits for other uses."""
+        """Multiply a gradient with its piece of the rows; keep it only while it waits for others."""
         for name, own in returned(watched, form):
             if name in self.skipped:
                 continue
-            parts = list(self.job.rows.parts(name))
-            if self.squares is None:
-                self._multiply(own, parts)
-            elif (
-                self.uses[name] == 1 and isinstance(own, Outer) and len(parts) == 1 and isinstance(parts[0], DensePart)
-            ):
-                found, squares = own.dot_and_square_norms(parts[0].matrix, self.budget)
-                parts[0].put(found, self.features)
-                self.squares += squares.to(self.squares.dtype)
+            if isinstance(own, Direct) and self.uses[name] == 1:
+                self._hold(name, own)
+            elif self.squares is not None and self.uses[name] == 1 and isinstance(own, Outer):
+                self._multiply_and_square(own, list(self.job.rows.parts(name)))
             else:
-                self._multiply(own, parts)
-                together = self.waiting.setdefault(name, [])
-                together.append(own)
-                if len(together) == self.uses[name]:
-                    self._settle(name)
+                self._multiply(own, self.job.rows.parts(name))
+                if self.squares is not None:
+                    self._wait(name, own)
 
-    def _multiply(self, form: Form, parts: list[Part]) -> None:
+    def finish(self) -> None:
+        """Multiply what is held, and take the norms of what never got all the gradients it was waiting for."""
+        self._release()
+        for name in list(self.waiting):
+            self._settle(name)
+
+    def _hold(self, name: str, form: Direct) -> None:
+        """Put a small gradient aside: a hundred of them side by side are one product instead of a hundred."""
+        self.small[name] = form.value
+        if sum(value.nbytes for value in self.small.values()) > min(self.budget, _MOST_HELD):
+            self._release()
+
+    def _release(self) -> None:
+        groups: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for name, value in self.small.items():
+            for part in self.job.rows.parts(name):
+                if isinstance(part, DensePart):
+                    groups.setdefault(part.offset, []).append((value, part.matrix))
+                else:
+                    part.add(Direct(value), self.features, self.budget)
+        for offset, pairs in groups.items():
+            values, rows = (torch.cat(side, dim=1) for side in zip(*pairs, strict=True))
+            DensePart(rows, offset).add(Direct(values), self.features, self.budget)
+        if self.squares is not None and self.small:
+            everything = Direct(torch.cat(list(self.small.values()), dim=1))
+            self.squares += everything.square_norms(self.budget).to(self.squares.dtype)
+        self.small.clear()
+
+    def _multiply(self, form: Form, parts: Iterable[Part]) -> None:
         for part in parts:
             part.add(form, self.features, self.budget)
 
-    def finish(self) -> None:
-        """Take the norms of what never got all the gradients it was waiting for."""
-        for name in list(self.waiting):
+    def _multiply_and_square(self, form: Outer, parts: list[Part]) -> None:
+        if len(parts) == 1 and isinstance(parts[0], DensePart):
+            found, squares = form.dot_and_square_norms(parts[0].matrix, self.budget)
+            parts[0].put(found, self.features)
+        else:
+            self._multiply(form, parts)
+            squares = form.square_norms(self.budget)
+        self.squares += squares.to(self.squares.dtype)  # type: ignore[operator,union-attr]
+
+    def _wait(self, name: str, form: Form) -> None:
+        together = self.waiting.setdefault(name, [])
+        together.append(form)
+        if len(together) == self.uses[name]:
             self._settle(name)
 
     def _settle(self, name: str) -> None:
