@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test test-slow check format clean
+.PHONY: setup demo test test-slow check format bench-small clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,11 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Speed at sizes for anybody's machine, in two minutes; docs/results/README.md says how the large ones are measured.
+bench-small: setup
+	$(BIN)/python -m bench.projection --small
+	$(BIN)/python -m bench.curvature --small
 
 format: setup
 	$(BIN)/ruff format .

@@ -58,7 +58,9 @@ def test_projection_runs_and_models_merge_into_one_table(tmp_path):
     cells, _ = measured(projection, tmp_path, "--models", "vit_b_32", "--ks", "10,100")
     assert list(cells["vit_b_32"]) == ["train", "rotated/1024", "forward/10", "layerwise/10", "layerwise/100"]
     assert all(cell["rate"] > 0 for cell in cells["vit_b_32"].values()), cells
-    cells, page = measured(projection, tmp_path, "--models", "resnet_50", "--ks", "10", "--skip", "forward,train,rotated")
+    cells, page = measured(
+        projection, tmp_path, "--models", "resnet_50", "--ks", "10", "--skip", "forward,train,rotated"
+    )
     assert list(cells) == ["vit_b_32", "resnet_50"]
     assert list(cells["resnet_50"]) == ["layerwise/10"]
     assert "| ViT-B/32" in page
