@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from eigentrace.factors import Dense, OneHot, Windows, rotated, token_products
 from eigentrace.forms import Direct, Written
 from eigentrace.outer import Outer, square_norms
-from eigentrace.wide import bmm, mm, wide, wide_type
+from eigentrace.wide import times, wide, wide_type
 
 any_shape = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 B, T, L, R, VOCABULARY = 3, 4, 2, 5, 6
@@ -238,5 +238,5 @@ def test_windows_are_what_unfolding_gives():
 )
 def test_sums_run_in_float32_at_least(dtype, expected):
     a, b = torch.randn(3, 4).to(dtype), torch.randn(4, 5).to(dtype)
-    assert wide_type(dtype) == wide(a).dtype == mm(a, b).dtype == bmm(a[None], b[None]).dtype == expected
-    assert torch.allclose(bmm(a[None], b[None])[0], wide(a) @ wide(b), rtol=1e-5)
+    assert wide_type(dtype) == wide(a).dtype == times(a, b).dtype == times(a[None], b[None]).dtype == expected
+    assert torch.allclose(times(a[None], b[None])[0], wide(a) @ wide(b), rtol=1e-5)

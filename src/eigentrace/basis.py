@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eigentrace.errors import InputError
+from eigentrace.wide import times
 
 # Chunks of the basis that are brought to the working precision (and device) at a time: 64 MiB of float32.
 _CHUNK_NUMBERS = 1 << 24
@@ -170,15 +171,6 @@ def thirds(numbers: Tensor) -> Tensor:  # float32 (*) -> bfloat16 (3, *)
         part.copy_(rest)
         rest = rest - part
     return parts.unflatten(1, numbers.shape) if numbers.ndim != 1 else parts
-
-
-def times(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply matrices, or batches of them, with sums in at least float32 and no wider copies on a GPU."""
-    if a.dtype != torch.bfloat16:
-        return a @ b
-    if a.is_cuda:
-        return (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
 
 
 def in_pieces(left: Tensor, right: Tensor) -> Tensor:  # (m, width), (n, width) -> (m, n) float64

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eigentrace.wide import bmm, wide
+from eigentrace.wide import times, wide
 
 
 class Factor(Protocol):
@@ -141,5 +141,5 @@ def token_products(a: Factor, b: Factor, start: int, stop: int) -> Tensor:  # (n
         return token_products(b, a, start, stop).transpose(2, 3)
     left, right = a.take(start, stop), b.take(start, stop)
     groups = left.shape[1]
-    products = bmm(left.flatten(0, 1), right.flatten(0, 1).transpose(1, 2))
+    products = times(left.flatten(0, 1), right.flatten(0, 1).transpose(1, 2))
     return products.unflatten(0, (-1, groups))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eigentrace.factors import Factor, OneHot, rotated, token_products
 from eigentrace.forms import Form, Written
-from eigentrace.wide import mm, wide, wide_type
+from eigentrace.wide import times, wide, wide_type
 
 # Floating-point operations that take as long as moving one byte. H200: 600 TFLOP/s in bf16, 50 in fp32, against
 # 3.3 TB/s through a batched product and back; a CPU core: some 50 GFLOP/s against 6 GB/s.
@@ -172,7 +172,7 @@ class Outer:
                 other = right[:, low:high] if self.groups > 1 else right
                 written = (part.transpose(2, 3) @ other).reshape(stop - start, -1)
                 # Rows first: the result's long side then is the examples, which suits the matrix units at any K.
-                out[:, start:stop] += mm(rows[:, low * unit : high * unit], written.T)
+                out[:, start:stop] += times(rows[:, low * unit : high * unit], written.T)
                 if squares is not None:
                     squares[start:stop] += torch.linalg.vector_norm(written, dim=1, dtype=dtype).square()
         return out.T

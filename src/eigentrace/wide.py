@@ -14,15 +14,8 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(wide_type(tensor.dtype))
 
 
-def mm(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply with sums in at least float32, without copying the factors where the device can."""
+def times(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply matrices, or batches of them, with sums in at least float32 and no wider copies on a GPU."""
     if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return wide(a @ b)
-
-
-def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply batches of matrices with sums in at least float32."""
-    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
-        return torch.bmm(a, b, out_dtype=torch.float32)
+        return (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
     return wide(a) @ wide(b)

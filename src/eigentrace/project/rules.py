@@ -112,10 +112,7 @@ def convolution(
         windows = Windows(x, call.size, groups, kernel, steps, spread)
         return Outer(Dense(_positions(b, call.size, groups)), windows, call.size, groups)
 
-    uses: list = [(weight, of_weight)]
-    if bias is not None:
-        uses.append((bias, lambda b: Direct(call.channels(b))))
-    return uses
+    return _with_bias_of_channels(call, weight, of_weight, bias)
 
 
 def transposed_convolution(
@@ -144,10 +141,7 @@ def transposed_convolution(
         windows = Windows(y, call.size, groups, kernel, steps, spread)
         return Outer(Dense(_positions(input, call.size, groups)), windows, call.size, groups)
 
-    uses: list = [(weight, of_weight)]
-    if bias is not None:
-        uses.append((bias, lambda b: Direct(call.channels(b))))
-    return uses
+    return _with_bias_of_channels(call, weight, of_weight, bias)
 
 
 def embedding(
@@ -338,6 +332,11 @@ def _scale_and_shift(call: Call, normal: Callable[[], Tensor], weight: Tensor | 
     if bias is not None:
         uses.append((bias, lambda b: Direct(flat(b, bias.shape))))
     return uses
+
+
+def _with_bias_of_channels(call: Call, weight: Tensor, of_weight: Maker, bias: Tensor | None) -> Uses:
+    own: list = [] if bias is None else [(bias, lambda b: Direct(call.channels(b)))]
+    return [(weight, of_weight), *own]
 
 
 def _channelwise(call: Call, normal: Callable[[], Tensor], weight: Tensor | None, bias: Tensor | None) -> Uses:
