@@ -37,7 +37,8 @@ def check_products(vectors, count):
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("chunk", [1 << 24, 300])
 def test_products_keep_the_digits_of_float32(monkeypatch, split, chunk):
-    monkeypatch.setattr("eigentrace.basis._CHUNK_NUMBERS", chunk)
+    for name in ("_CHUNK_NUMBERS", "_PACKED_NUMBERS"):
+        monkeypatch.setattr(f"eigentrace.basis.{name}", chunk)
     monkeypatch.setattr("eigentrace.basis._PIECE", 128)
     vectors = held(9, split=split)
     check_products(vectors, 9)
@@ -47,7 +48,8 @@ def test_products_keep_the_digits_of_float32(monkeypatch, split, chunk):
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("chunk", [1 << 24, 300])
 def test_mixing_in_place_is_combining(monkeypatch, split, chunk):
-    monkeypatch.setattr("eigentrace.basis._CHUNK_NUMBERS", chunk)
+    for name in ("_CHUNK_NUMBERS", "_PACKED_NUMBERS"):
+        monkeypatch.setattr(f"eigentrace.basis.{name}", chunk)
     vectors = held(9, split=split)
     coefficients = torch.randn(4, 7)
     exact, untouched = vectors.combine(coefficients), vectors.store[4:].clone()

@@ -94,7 +94,8 @@ def test_bf16_products_are_close_and_need_no_second_backward(name, kind):
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_vectors_keep_the_digits_of_float32(monkeypatch, dtype, place):
-    monkeypatch.setattr("eigentrace.basis._CHUNK_NUMBERS", 1 << 17)
+    for chunk in ("_CHUNK_NUMBERS", "_PACKED_NUMBERS"):
+        monkeypatch.setattr(f"eigentrace.basis.{chunk}", 1 << 17)
     size = 70_001
     vectors = Vectors(20, torch.zeros(size, device="cuda"), et.Basis(dtype=dtype, place=place))
     for i in range(20):

@@ -13,6 +13,9 @@ from eigentrace.wide import times
 
 # Chunks of the basis that are brought to the working precision (and device) at a time: 64 MiB of float32.
 _CHUNK_NUMBERS = 1 << 24
+# Chunks that are packed on a GPU before they are multiplied: 512 MiB of bfloat16. Smaller ones are over before the next
+# is launched.
+_PACKED_NUMBERS = 1 << 28
 # Chunks and rows begin at multiples of this many numbers.
 _ALIGNED = 64
 # Terms of a dot product of bfloat16 numbers that a GPU sums at once: it cuts partial sums to 24 bits every 16 terms,
@@ -145,10 +148,11 @@ class Vectors:
     def _parts(self, count: int, results: int = 0) -> Iterator[tuple[slice, Tensor]]:
         """Yield columns of the first `count` vectors, in the type of the storage, where they are to be multiplied."""
         total = self.store.shape[1]
-        # Rows that are multiplied as they lie take no memory: only the results of a chunk do.
-        in_place = self._split and self.store.device == self.device and not results
-        numbers = 0 if in_place else max(count, results)
-        width = max(_ALIGNED, _CHUNK_NUMBERS // max(numbers, 1) // _ALIGNED * _ALIGNED)
+        here = self._split and self.store.device == self.device
+        # Rows that are multiplied as they lie take no memory, whatever their number.
+        numbers = 1 if here and not results else max(count, results)
+        largest = _PACKED_NUMBERS if here and results else _CHUNK_NUMBERS
+        width = max(_ALIGNED, largest // numbers // _ALIGNED * _ALIGNED)
         spans = [slice(start, min(start + width, total)) for start in range(0, total, width)]
         if self.store.device == self.device:
             yield from ((span, self.store[:count, span]) for span in spans)
