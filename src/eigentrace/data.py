@@ -190,6 +190,14 @@ class Data:
         other._set(_Examples(self._source.dataset, self._source.collate, batch_size, self._source.workers), self.ids)
         return other
 
+    def first(self, count: int) -> Batch:
+        """Read the first examples, at most `count` of them and no more than come in one batch."""
+        batches = self.batches(np.arange(min(len(self), count)))
+        try:
+            return next(batches)
+        finally:
+            batches.close()  # type: ignore[attr-defined]  # workers must end at once, not whenever they are collected
+
     def sample(self, size: int, generator: torch.Generator) -> np.ndarray:
         """Draw `size` different rows (all of them if there are fewer), ascending."""
         if size >= len(self):

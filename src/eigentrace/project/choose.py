@@ -49,11 +49,7 @@ def preferred(job: Job) -> tuple[Engine, ...]:
 
 def note_coverage(task: Task, data: Data) -> None:
     """Plan on a few examples, so that the task knows which of its parameters a slower engine must serve."""
-    batches = data.batches(np.arange(min(len(data), 3)))
-    try:
-        batch = next(batches)
-    finally:
-        batches.close()  # type: ignore[attr-defined]
+    batch = data.first(3)
     engine = Layerwise(lambda rest: InTurn(_without_rules(rest)))
     # A model that no rule fits, or that lacks the memory for three examples, is told so when it is projected.
     with suppress(*LACKING):

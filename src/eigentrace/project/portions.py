@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from eigentrace.batch import select
@@ -61,8 +60,7 @@ def largest_batch(engine: Engine, job: Job, data: Data) -> int | None:
         return None
     peaks = []
     for count in _TRIED:
-        batch = next(data.rebatched(count).batches(np.arange(count)))
-        values = job.task.place(batch.values)
+        values = job.task.place(data.rebatched(count).first(count).values)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         if _attempt(engine, job, values, count) is None:
