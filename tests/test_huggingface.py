@@ -7,7 +7,7 @@ from torch import Tensor
 import eigentrace as et
 from eigentrace.curvature import Curvature
 from eigentrace.data import as_data
-from eigentrace.project import Job
+from eigentrace.project import Job, project
 from eigentrace.project.forward import forward
 from eigentrace.project.reverse import one_by_one
 from eigentrace.rows import DenseRows
@@ -192,3 +192,29 @@ def test_batch_encodings_and_mean_reduction():
         et.Loss().fit(make(model, reduction=r), [encoded]).self_influence([encoded]) for r in ("sum", "mean")
     )
     assert torch.allclose(mean, total / (batch["labels"][:, 1:] != -100).sum(dim=1).clamp_min(1))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+    ("family", "targets"), [(gpt2, ["c_attn", "c_fc"]), (bert, ["query", "value"]), (t5, ["q", "v", "wo"])]
+)
+def test_adapters_have_rules(family, targets, dora):
+    peft = pytest.importorskip("peft")
+    make, model, batch = family()
+    config = peft.LoraConfig(
+        r=3, target_modules=targets, lora_dropout=0.1, fan_in_fan_out=family is gpt2, use_dora=dora
+    )
+    model = peft.get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)  # they start at zero, where half of the gradients are
+    task = make(model.double())
+    rows = DenseRows(torch.randn(5, task.layout.numel, dtype=torch.float64), task.layout)
+    with task.session():
+        found, expected = (
+            next(project(Job.of(task, "losses", rows, True, et.Compute(engine=engine)), as_data([batch])))[1]
+            for engine in ("layerwise", "reverse")
+        )
+    assert torch.allclose(found.features, expected.features, rtol=1e-8)
+    assert torch.allclose(found.squares(), expected.squares(), rtol=1e-8)
+    assert not task.coverage.without_rule
