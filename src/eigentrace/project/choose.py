@@ -35,8 +35,8 @@ def preferred(job: Job) -> tuple[Engine, ...]:
     """Order the engines for this work, the best first.
 
     Layerwise reverse mode costs a few training steps, almost whatever the number of rows. Without it, forward mode
-    costs a JVP per row whatever the number of parameters, and per-example reverse mode one gradient per example whatever
-    the number of rows, but few examples at a time when the model is large. Forward mode gives no norms.
+    costs a JVP per row whatever the number of parameters, and per-example reverse mode one gradient per example
+    whatever the number of rows, but few examples at a time when the model is large. Forward mode gives no norms.
     """
     others = _without_rules(job)
     if job.compute.engine == "forward":
