@@ -334,6 +334,7 @@ SORTS = {
     ),
     "by gathering": lambda x, order: x.gather(0, order[:, None, None].expand(-1, *x.shape[1:])),
     "one by one": lambda x, order: torch.stack([x[i] for i in order.tolist()]),
+    "by a matrix": lambda x, order: torch.einsum("ij,jtd->itd", F.one_hot(order, len(order)).to(x.dtype), x),
 }
 
 
@@ -351,8 +352,12 @@ LATER = {
 @pytest.mark.parametrize("rows", [some_rows, none])
 @pytest.mark.parametrize("lengths", LATER)
 @pytest.mark.parametrize("sort", SORTS)
-def test_sorted_by_length_inside(sort, lengths, rows):
+def test_sorted_by_length_inside(request, sort, lengths, rows):
     # As models do that pack sequences. Examples of equal length stay where they are, so planning may see nothing.
+    if (sort, lengths) == ("by a matrix", "in the third batch"):
+        reason = "no index to follow, nothing read out, and the third batch is not audited: docs/limitations.md"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+
     def forward(self, x, length):
         order = length.argsort(descending=True, stable=True)
         return self.b(SORTS[sort](self.a(SORTS[sort](x, order)).tanh(), order.argsort()))
