@@ -298,15 +298,15 @@ MODELS = {
         "ViT-B/32",
         lambda: ViT(768, 12, 12, image=224, patch=32, classes=1000),
         images(224, 1000),
-        512,
+        2048,
         128,
         et.classification,
     ),
-    "resnet_50": Entry("ResNet-50", lambda: ResNet(64, (3, 4, 6, 3)), images(224, 1000), 256, 128, et.classification),
+    "resnet_50": Entry("ResNet-50", lambda: ResNet(64, (3, 4, 6, 3)), images(224, 1000), 512, 128, et.classification),
     "transformer_base": Entry(
-        "Transformer Base", lambda: Transformer(512, 6, 8), tokens(32000, 32, source=True), 1024, 128
+        "Transformer Base", lambda: Transformer(512, 6, 8), tokens(32000, 32, source=True), 2048, 128
     ),
-    "gpt2_small": Entry("GPT-2 small", lambda: GPT2(768, 12, 12), tokens(50257, 256), 64, 16),
+    "gpt2_small": Entry("GPT-2 small", lambda: GPT2(768, 12, 12), tokens(50257, 256), 128, 16),
 }
 """The models of the tables, at their published sizes."""
 
