@@ -44,7 +44,7 @@ def _machine(models: dict[str, Record], has_goal: bool) -> list[str]:
         headings += ["eager, ms", "compiled, ms", "compiling, s", "eager, GiB", "compiled, GiB"]
         lines += ["", "One product with a vector, on one batch:", "", *table(headings, products)]
     if fits:
-        headings = ["model", "steps", "keep", "sample", "precision", "compiled", "seconds", *PARTS, "GiB"]
+        headings = ["model", "steps", "keep", "sample", "batch", "precision", "compiled", "seconds", *PARTS, "GiB"]
         lines += ["", "A whole fit, `Arnoldi(...).fit`, with its parts in seconds:", "", *table(headings, fits)]
     return lines + (["", *notes.lines()] if notes.texts else [])
 
@@ -74,14 +74,24 @@ def _fits(model: str, record: Record, has_goal: bool, notes: Notes) -> Iterator[
             continue
         if "failed" in cell:
             steps, mode = name.split("/")[1:]
-            yield [record["title"], steps, "–", "–", "–", mode, shown(cell, "", "", notes), *["–"] * (len(PARTS) + 1)]
+            yield [
+                record["title"],
+                steps,
+                "–",
+                "–",
+                "–",
+                "–",
+                mode,
+                shown(cell, "", "", notes),
+                *["–"] * (len(PARTS) + 1),
+            ]
             continue
         settings = cell["settings"]
         goal = FIT_GOAL[2] if has_goal and FIT_GOAL[:2] == (model, settings["steps"]) else None
         marks = "".join(notes.mark(text) for text in cell["warnings"])
         yield [
             record["title"],
-            *(f"{settings[key]}" for key in ("steps", "keep", "sample", "precision")),
+            *(f"{settings[key]}" for key in ("steps", "keep", "sample", "batch", "precision")),
             {True: "yes", False: "no"}.get(settings["compile"], "auto"),
             judged(f"{cell['seconds']:.1f}", cell["seconds"], goal) + marks,
             *(f"{cell['parts'].get(part, 0.0):.1f}" for part in PARTS),

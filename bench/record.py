@@ -31,7 +31,7 @@ def write(path: Path, results: Results) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     order = list(MODELS)
     ordered = {
-        machine: dict(sorted(models.items(), key=lambda item: order.index(item[0])))
+        machine: dict(sorted(models.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
         for machine, models in sorted(results.items())
     }
     unfinished = path.with_suffix(".part")
