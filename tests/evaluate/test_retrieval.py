@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from eigentrace.errors import InputError
-from eigentrace.evaluate import Retrieval, retrieval
+from eigentrace.evaluate import Retrieval, detection, retrieval
 
 
 @st.composite
@@ -28,10 +28,10 @@ def test_agrees_with_sklearn(ranking):
 
 
 def test_closed_forms():
-    assert retrieval([4, 3, 2, 1], [True, True, False, False]) == Retrieval(auc=1.0, ap=1.0)
+    assert retrieval([4, 3, 2, 1], [True, True, False, False]) == Retrieval(1.0, 1.0, precision=1.0)
     assert retrieval([1, 2, 3, 4], [True, True, False, False]).auc == 0.0
     # All scores equal: one threshold, at which a quarter of what is retrieved is noisy.
-    assert retrieval([7, 7, 7, 7], [False, True, False, False]) == Retrieval(auc=0.5, ap=0.25)
+    assert retrieval([7, 7, 7, 7], [False, True, False, False]) == Retrieval(0.5, 0.25, precision=0.25)
 
 
 def test_infinite_scores_have_a_rank():
@@ -65,3 +65,41 @@ def test_takes_bfloat16():
 def test_refuses(scores, is_noisy, message):
     with pytest.raises(InputError, match=message):
         retrieval(scores, is_noisy)
+
+
+@given(rankings())
+def test_precision_and_detection_are_means_over_the_orders_of_equal_scores(ranking):
+    scores, is_noisy = ranking
+    num_noisy, rng = is_noisy.sum(), np.random.default_rng(0)
+    found = detection(scores, is_noisy)
+    # AUC and the area say the same: a noisy example passes the good ones below it and half of the noisy ones.
+    rate = is_noisy.mean()
+    assert found.area == pytest.approx(rate / 2 + (1 - rate) * retrieval(scores, is_noisy).auc, abs=1e-12)
+    assert (found.looked[0], found.found[0], found.looked[-1], found.found[-1]) == (0, 0, 1, 1)
+    assert (np.diff(found.looked) > 0).all()
+    assert (np.diff(found.found) >= 0).all()
+    curves = []
+    for _ in range(300):
+        order = np.lexsort([rng.random(len(scores)), -scores])
+        curves.append(np.append(0, np.cumsum(is_noisy[order])) / num_noisy)
+    mean, error = np.mean(curves, axis=0), np.std(curves, axis=0) / np.sqrt(300)
+    shares = np.arange(len(scores) + 1) / len(scores)
+    expected = np.interp(shares, found.looked, found.found)
+    assert (abs(mean - expected) <= 6 * error + 0.02).all()
+    assert retrieval(scores, is_noisy).precision == pytest.approx(expected[num_noisy], abs=1e-12)
+
+
+def test_detection_in_closed_form():
+    found = detection([4, 3, 2, 1], [True, False, True, False])
+    np.testing.assert_allclose(found.looked, [0, 0.25, 0.5, 0.75, 1])
+    np.testing.assert_allclose(found.found, [0, 0.5, 0.5, 1, 1])
+    assert found.area == 0.625
+    assert found.at(0.125) == 0.25
+    assert detection([1, 1, 1], [True, False, False]).area == 0.5
+    assert retrieval([4, 3, 2, 1], [True, False, True, False]).precision == 0.5
+    assert retrieval([2, 1, 1, 0], [False, True, True, False]).precision == 0.5
+    for looked in (-0.1, 1.5, float("nan")):
+        with pytest.raises(InputError, match="looked must be a share of the data"):
+            found.at(looked)
+    with pytest.raises(InputError, match="NaN and cannot be ranked"):
+        detection([1.0, float("nan")], [True, False])

@@ -1,14 +1,12 @@
 """Do the bad examples come first when a training set is ranked by a score?"""
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from eigentrace.errors import InputError
-
-Values = Tensor | np.ndarray | Sequence[float]
+from eigentrace.evaluate.arrays import Values, as_array
 
 
 @dataclass(frozen=True)
@@ -19,6 +17,26 @@ class Retrieval:
     """Chance that a random bad example scores above a random good one; ties count half."""
     ap: float
     """Precision averaged over recall, the step-wise area under the precision-recall curve."""
+    precision: float = math.nan
+    """Precision at the noise rate: the share of noisy examples among the top n, n being how many there are."""
+
+
+@dataclass(frozen=True, eq=False)
+class Detection:
+    """How many of the noisy examples are found by somebody who looks from the top of a ranking down."""
+
+    looked: np.ndarray
+    """(points,), share of the data looked at, from 0 to 1."""
+    found: np.ndarray
+    """(points,), share of the noisy examples found by then."""
+    area: float
+    """Area under the curve: .5 by chance, one minus half the noise rate at best."""
+
+    def at(self, looked: float) -> float:
+        """Return the share found after looking at a share of the data."""
+        if not 0 <= looked <= 1:
+            raise InputError(f"looked must be a share of the data, from 0 to 1, got {looked!r}.")
+        return float(np.interp(looked, self.looked, self.found))
 
 
 def retrieval(scores: Values, is_noisy: Values) -> Retrieval:
@@ -29,8 +47,8 @@ def retrieval(scores: Values, is_noisy: Values) -> Retrieval:
         is_noisy: One truth value per example.
 
     Returns:
-        ROC AUC and average precision. Examples that share a score are taken together, so the order they
-        are given in never matters.
+        ROC AUC, average precision, and precision at the noise rate. Examples that share a score are taken together, so
+        the order they are given in never matters.
 
     Raises:
         InputError: If the two do not have one value for each example, if a score is NaN, or if the noisy
@@ -39,10 +57,7 @@ def retrieval(scores: Values, is_noisy: Values) -> Retrieval:
     >>> retrieval([0.9, 0.8, 0.3, 0.1], [True, False, True, False]).auc
     0.75
     """
-    values, truth = _checked(scores, is_noisy)
-    _, group = np.unique(-values, return_inverse=True)  # group 0 holds the highest score
-    found = np.bincount(group, weights=truth)
-    sizes = np.bincount(group)
+    found, sizes = _groups(scores, is_noisy)
     passed = sizes - found
 
     num_noisy, num_good = found.sum(), passed.sum()
@@ -50,11 +65,43 @@ def retrieval(scores: Values, is_noisy: Values) -> Retrieval:
     beaten = num_good - np.cumsum(passed) + 0.5 * passed
     auc = float(found @ beaten / (num_noisy * num_good))
     precision = np.cumsum(found) / np.cumsum(sizes)
-    return Retrieval(auc=auc, ap=float(found @ precision / num_noisy))
+    # Where the top n ends within a group, as many of it are noisy as on average over its orders.
+    top = np.interp(num_noisy, np.append(0, np.cumsum(sizes)), np.append(0, np.cumsum(found)))
+    return Retrieval(auc=auc, ap=float(found @ precision / num_noisy), precision=float(top / num_noisy))
+
+
+def detection(scores: Values, is_noisy: Values) -> Detection:
+    """Follow how the noisy examples turn up when the highest scores are looked at first.
+
+    Args:
+        scores: One number per example; higher should mean noisier.
+        is_noisy: One truth value per example.
+
+    Returns:
+        The curve with a point after every distinct score; examples that share a score are met at an even pace.
+
+    Raises:
+        InputError: As `retrieval`.
+
+    >>> detection([0.9, 0.8, 0.3, 0.1], [True, False, True, False]).at(0.25)
+    0.5
+    """
+    found, sizes = _groups(scores, is_noisy)
+    looked = np.append(0.0, np.cumsum(sizes)) / sizes.sum()
+    share = np.append(0.0, np.cumsum(found)) / found.sum()
+    area = float(np.diff(looked) @ (share[1:] + share[:-1]) / 2)
+    return Detection(looked, share, area)
+
+
+def _groups(scores: Values, is_noisy: Values) -> tuple[np.ndarray, np.ndarray]:
+    """Count the noisy and all examples of each distinct score, highest first."""
+    values, truth = _checked(scores, is_noisy)
+    _, group = np.unique(-values, return_inverse=True)
+    return np.bincount(group, weights=truth), np.bincount(group)
 
 
 def _checked(scores: Values, is_noisy: Values) -> tuple[np.ndarray, np.ndarray]:
-    values, truth = _as_array(scores), _as_array(is_noisy)
+    values, truth = as_array(scores), as_array(is_noisy)
     if values.ndim != 1 or values.shape != truth.shape:
         raise InputError(
             f"scores has shape {values.shape} and is_noisy {truth.shape}: give one score and one truth value "
@@ -76,10 +123,3 @@ def _checked(scores: Values, is_noisy: Values) -> tuple[np.ndarray, np.ndarray]:
             f"{num_noisy} of {len(truth)} examples are noisy: AUC and AP need at least one noisy and one good example."
         )
     return values, truth
-
-
-def _as_array(values: Values) -> np.ndarray:
-    if isinstance(values, Tensor):
-        # numpy has no bfloat16, so the cast comes before the change of library.
-        return values.detach().cpu().double().numpy()
-    return np.asarray(values, dtype=np.float64)

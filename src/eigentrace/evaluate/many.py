@@ -1,0 +1,286 @@
+"""A hundred small networks trained at once, each as it would be alone."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from eigentrace.errors import InputError
+from eigentrace.evaluate.stacked import SGD, FusedStack, MappedStack, OutputLoss, Stack, State, plain_layers
+from eigentrace.evaluate.subsets import Job
+from eigentrace.evaluate.training import described, digest
+from eigentrace.progress import track
+from eigentrace.settings import check_counts, settings_of
+
+Initialise = Callable[[nn.Module, int], None]
+Engine = Literal["auto", "fused", "mapped"]
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+# More models at once were no faster on a CPU, whose caches they leave.
+_AT_ONCE_ON_CPU = 16
+_MOST_AT_ONCE = 1024
+
+
+def reset(model: nn.Module, seed: int) -> None:
+    """Draw all weights anew as torch's own layers do, in the order a constructor draws them."""
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if not any(p.requires_grad for p in own):
+            continue
+        again = getattr(module, "reset_parameters", None)
+        if again is None or not all(p.requires_grad for p in own):
+            raise InputError(
+                f"The weights of {name or 'the model'} ({type(module).__name__}) cannot be drawn anew: it has no "
+                "`reset_parameters`, or only some of its weights are trained. Give initialise=..., a function of the "
+                "model and a seed."
+            )
+        again()
+
+
+def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:  # (B, classes), (B,) -> (B,)
+    """Return the loss of each example."""
+    return F.cross_entropy(outputs, labels, reduction="none")
+
+
+def margin(outputs: Tensor, labels: Tensor) -> Tensor:  # (B, classes), (B,) -> (B,)
+    """Return log(p / (1 - p)) of each example's label."""
+    own = outputs.gather(1, labels[:, None])
+    rest = outputs.scatter(1, labels[:, None], -torch.inf)
+    return own.squeeze(1) - rest.logsumexp(dim=1)
+
+
+class ManyModels:
+    """Train small networks on parts of a data set, many at once, by stochastic gradient descent.
+
+    A model's seed does what `torch.manual_seed(seed)` does at the top of a script: it fixes the weights, and after
+    them one `torch.randperm` of the model's examples per epoch. Each model ends where a plain loop over it alone would,
+    up to rounding. Networks of `nn.Linear` layers with ReLU, tanh or sigmoid and cross-entropy take a faster way.
+
+    Args:
+        model: Shows the shape of the networks; it is copied, and never changed.
+        train: Inputs and targets of the whole training set, each (N, ...), as a tuple or a `TensorDataset`.
+        queries: Inputs and targets of the queries, likewise.
+        sgd: How to train.
+        loss: `loss(outputs, targets) -> (B,)`; cross-entropy if not given. The mean over a batch is descended.
+        measure: What to measure of a query: "loss", "margin" (log-odds of its label), or a function like `loss`.
+        higher_is_worse: Whether a larger measured number is worse; by default false for "margin" only.
+        initialise: `initialise(model, seed)` sets the weights in place, the global generator seeded before;
+            `reset_parameters` of every layer if not given.
+        at_once: How many models to train together; by memory if not given.
+        device: Where to train; where the inputs are if not given.
+        engine: "auto", or "fused" or "mapped" to insist on one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Any,
+        queries: Any,
+        sgd: SGD,
+        *,
+        loss: OutputLoss | None = None,
+        measure: Literal["loss", "margin"] | OutputLoss = "loss",
+        higher_is_worse: bool | None = None,
+        initialise: Initialise | None = None,
+        at_once: int | None = None,
+        device: torch.device | str | None = None,
+        engine: Engine = "auto",
+    ) -> None:
+        self._model = _template(model)
+        self._dtype = next(p.dtype for p in self._model.parameters() if p.requires_grad)
+        self._initialise, self._sgd = initialise or reset, sgd
+        self._loss = loss or cross_entropy
+        if measure not in ("loss", "margin") and not callable(measure):
+            raise InputError(f"measure must be 'loss', 'margin' or a function, got {measure!r}.")
+        self._measure = measure if callable(measure) else margin if measure == "margin" else self._loss
+        self.higher_is_worse = measure != "margin" if higher_is_worse is None else higher_is_worse
+        pairs = [_pair(train, "train"), _pair(queries, "queries")]
+        self._described = {"train": digest(*pairs[0]), "queries": digest(*pairs[1])}
+        self._device = torch.device(device) if device is not None else pairs[0][0].device
+        (self._x, self._y), (self._qx, self._qy) = ((self._placed(x), self._targets(y)) for x, y in pairs)
+        self._layers = self._plan(engine)
+        if at_once is not None:
+            check_counts(1, at_once=at_once)
+        self._at_once = at_once or self._fitting()
+
+    @property
+    def at_once(self) -> int:
+        """How many models are trained together."""
+        return self._at_once
+
+    @property
+    def is_fused(self) -> bool:
+        """Tell whether the faster way for plain networks is taken."""
+        return self._layers is not None
+
+    def check(self, num_train: int) -> None:
+        """Refuse a training set of another size."""
+        if num_train != len(self._x):
+            raise InputError(f"Subsets are of {num_train} examples, and the trainer has {len(self._x)}: give its own.")
+
+    def recipe(self) -> dict[str, Any]:
+        """Describe everything that outputs depend on, apart from rows and seed."""
+        own = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        # Weights that are drawn anew do not matter; what stays as it was given does.
+        kept = [n for n, t in own.items() if self._initialise is not reset or not t.requires_grad]
+        shapes = {name: f"{p.dtype} {tuple(p.shape)}" for name, p in own.items()}
+        return {
+            "trainer": "ManyModels",
+            "model": " ".join(str(self._model).split()),
+            "class": described(type(self._model)),
+            "shapes": shapes,
+            "kept": digest(*(own[n] for n in kept)) if kept else None,
+            "sgd": settings_of(self._sgd),
+            **{name: _named(f) for name, f in {"loss": self._loss, "measure": self._measure}.items()},
+            "initialise": _named(self._initialise),
+            **self._described,
+        }
+
+    def outputs(self, jobs: Sequence[Job]) -> Tensor:  # (jobs, Q)
+        """Train one model per job, and measure each query with it."""
+        found: list[Tensor | None] = [None] * len(jobs)
+        sizes = {len(job.rows) for job in jobs}
+        for size in sorted(sizes):
+            places = [i for i, job in enumerate(jobs) if len(job.rows) == size]
+            start = 0
+            while start < len(places):
+                chunk = places[start : start + self._at_once]
+                try:
+                    outputs = self._train([jobs[i] for i in chunk])
+                except torch.OutOfMemoryError:
+                    if len(chunk) == 1:
+                        raise
+                    self._at_once = len(chunk) // 2
+                    torch.cuda.empty_cache()
+                    continue
+                for i, row in zip(chunk, outputs.cpu(), strict=True):
+                    found[i] = row
+                start += len(chunk)
+        return torch.stack([row for row in found if row is not None])
+
+    def start(self, seed: int) -> tuple[State, torch.Generator]:
+        """Return a model's first weights, and the generator its orders are drawn from."""
+        model = copy.deepcopy(self._model)  # what `initialise` leaves alone is as it was given
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            self._initialise(model, seed)
+            generator = torch.Generator()
+            generator.set_state(torch.get_rng_state())
+        return {name: tensor.detach() for name, tensor in model.named_parameters()}, generator
+
+    def _train(self, jobs: Sequence[Job]) -> Tensor:  # (jobs, Q)
+        states, generators = zip(*(self.start(job.seed) for job in jobs), strict=True)
+        stack = self._stack(states)
+        del states
+        rows = torch.from_numpy(np.stack([job.rows for job in jobs]))  # (M, n)
+        size = rows.shape[1]
+        for _ in track(range(self._sgd.epochs), f"Training {len(jobs)} models", self._sgd.epochs):
+            orders = torch.stack([torch.randperm(size, generator=g, device="cpu") for g in generators])
+            for batch in rows.gather(1, orders).to(self._device).split(self._sgd.batch_size, dim=1):
+                index = batch.flatten()
+                stack.step(*(t.index_select(0, index).unflatten(0, batch.shape) for t in (self._x, self._y)))
+        return torch.cat([self._measured(stack, part) for part in self._query_parts(len(jobs))], dim=1)
+
+    @torch.no_grad()
+    def _measured(self, stack: Stack, part: slice) -> Tensor:  # (M, q)
+        outputs, targets = stack.outputs(self._qx[part]), self._qy[part]
+        values = torch.stack([self._measure(own, targets) for own in outputs])
+        if values.shape != (len(outputs), len(targets)):
+            raise InputError(
+                f"The queries must be measured by one number each, got shape {tuple(values.shape[1:])} for "
+                f"{len(targets)} of them."
+            )
+        return values
+
+    def _query_parts(self, num_models: int) -> list[slice]:
+        # A stack of M networks takes as much room for one query as for one example of a batch.
+        step = max(self._sgd.batch_size, 65536 // num_models)
+        return [slice(i, i + step) for i in range(0, len(self._qx), step)]
+
+    def _stack(self, states: Sequence[State]) -> Stack:
+        if self._layers is not None:
+            return FusedStack(self._layers, states, self._sgd, self._device)
+        return MappedStack(self._model, states, self._sgd, self._loss, self._device)
+
+    def _placed(self, x: Tensor) -> Tensor:
+        return x.to(self._device, self._dtype if x.is_floating_point() else x.dtype)
+
+    def _targets(self, y: Tensor) -> Tensor:
+        is_whole = not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
+        return y.to(self._device, torch.int64 if is_whole else y.dtype)
+
+    def _plan(self, engine: Engine) -> Any:
+        """Choose the faster way if the network, the loss and the data allow it."""
+        if engine not in ("auto", "fused", "mapped"):
+            raise InputError(f"engine must be 'auto', 'fused' or 'mapped', got {engine!r}.")
+        with torch.no_grad():
+            shown = copy.deepcopy(self._model).to(self._device)(self._x[:1])
+        if self._loss is cross_entropy or self._measure is margin:
+            for name, labels in {"train": self._y, "queries": self._qy}.items():
+                _check_labels(name, labels, shown)
+        if engine == "mapped":
+            return None
+        layers = plain_layers(self._model)
+        flattens = isinstance(next(iter(self._model.children()), None), nn.Flatten)
+        fits = self._loss is cross_entropy and (self._x.ndim == 2 or flattens) and self._x.is_floating_point()
+        if engine == "fused" and (layers is None or not fits):
+            raise InputError(
+                "engine='fused' is for nn.Sequential of nn.Linear, ReLU, Tanh and Sigmoid on flat inputs, trained with "
+                "cross-entropy: use 'auto'."
+            )
+        return layers if fits else None
+
+    def _fitting(self) -> int:
+        if self._device.type != "cuda":
+            return _AT_ONCE_ON_CPU
+        free, _ = torch.cuda.mem_get_info(self._device)
+        num_params = sum(p.numel() for p in self._model.parameters())
+        # Weights, velocity and gradient, and a batch with activations of several times its size. Half of what is free
+        # is asked for, and less is tried where that was too much.
+        numbers = 4 * num_params + self._sgd.batch_size * (4 * self._x[0].numel() + 4096)
+        return int(min(max(free // 2 // (numbers * self._dtype.itemsize), 1), _MOST_AT_ONCE))
+
+
+def _template(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
+        raise InputError(f"model must be a torch.nn.Module with parameters to train, got {type(model).__name__}.")
+    for name, module in model.named_modules():
+        if (isinstance(module, _DROPOUT) and module.p > 0) or getattr(module, "running_mean", None) is not None:
+            raise InputError(
+                f"{name or 'The model'} ({type(module).__name__}) draws at random or keeps statistics while training, "
+                "which many models at once cannot: leave it out, or train with eigentrace.evaluate.Loop."
+            )
+    return copy.deepcopy(model).cpu().train()
+
+
+def _pair(data: Any, name: str) -> tuple[Tensor, Tensor]:
+    tensors = data.tensors if isinstance(data, TensorDataset) else data
+    if not isinstance(tensors, list | tuple) or len(tensors) != 2 or not all(isinstance(t, Tensor) for t in tensors):
+        raise InputError(f"{name} must be two tensors, (inputs, targets), got {type(data).__name__}.")
+    if not len(tensors[0]) or len(tensors[0]) != len(tensors[1]):
+        raise InputError(
+            f"{name} has {len(tensors[0])} inputs and {len(tensors[1])} targets: give as many of each, at least one."
+        )
+    return tensors[0], tensors[1]
+
+
+def _check_labels(name: str, labels: Tensor, shown: Tensor) -> None:
+    if shown.ndim != 2 or labels.ndim != 1 or labels.is_floating_point():
+        raise InputError(
+            f"Cross-entropy and margins take outputs (B, classes) and integer labels (B,); the model returned "
+            f"{tuple(shown.shape)} for one example, and the targets of {name} are {labels.dtype} "
+            f"{tuple(labels.shape)}. Give loss=..., a function of outputs and targets."
+        )
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= shown.shape[1]:
+        raise InputError(f"Labels of {name} go from {low} to {high}, and the model has {shown.shape[1]} classes.")
+
+
+def _named(function: Any) -> str:
+    # Ours are known by name: a cache must outlive a change of wording here.
+    return function.__name__ if function in (cross_entropy, margin, reset) else described(function)

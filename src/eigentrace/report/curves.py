@@ -1,0 +1,149 @@
+"""Curves with their spread, as a picture that stands alone: it brings its own colours, for light and dark."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+
+import numpy as np
+
+from eigentrace.errors import InputError
+
+_WIDTH, _HEIGHT = 640, 360
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 470, 52, 306
+# Blue, vermilion, green, purple, orange, sky: told apart by people who see few colours.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_CONTROL = "#808080"
+_STYLE = (
+    "text { font: 13px system-ui, sans-serif; fill: #333 } .name { font-weight: 600 } "
+    ".grid { stroke: #ddd } .axis { stroke: #888 } .line { fill: none; stroke-width: 2 } "
+    ".control { stroke-dasharray: 6 4 } .band { stroke: none; fill-opacity: .15 } "
+    "@media (prefers-color-scheme: dark) { text { fill: #ddd } .grid { stroke: #444 } }"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """One line of a picture."""
+
+    name: str
+    across: np.ndarray
+    """(points,), ascending."""
+    up: np.ndarray
+    """(points,)"""
+    spread: np.ndarray | None = None
+    """(points,), drawn as a band on both sides."""
+    is_control: bool = False
+    """Drawn grey and dashed."""
+
+
+def curves_svg(title: str, curves: Sequence[Curve], across: str, up: str) -> str:
+    """Draw curves over one pair of axes, each named at its end.
+
+    Raises:
+        InputError: If there is nothing to draw, lengths differ, or a number is not finite.
+    """
+    for curve in curves:
+        parts = [curve.across, curve.up] + ([] if curve.spread is None else [curve.spread])
+        if len({part.shape for part in parts}) != 1 or curve.up.ndim != 1 or not len(curve.up):
+            raise InputError(f"Curve {curve.name!r} has shapes {[part.shape for part in parts]}: give one length.")
+        if not all(np.isfinite(part).all() for part in parts):
+            raise InputError(f"Curve {curve.name!r} holds numbers that are not finite: leave those points out.")
+    if not curves:
+        raise InputError("There are no curves to draw: give at least one.")
+    bands = [_band(curve) for curve in curves]
+    x = _Axis([float(v) for c in curves for v in c.across], _LEFT, _RIGHT)
+    y = _Axis([float(v) for low, high in bands for v in (*low, *high)], _BOTTOM, _TOP)
+    parts_of_picture = [_grid(x, y), _text(_LEFT, 20, title, "start", "name"), _text(_LEFT, 38, up, "start")]
+    parts_of_picture.append(_text((_LEFT + _RIGHT) / 2, _BOTTOM + 40, across, "middle"))
+    colours = _colours(curves)
+    names = _label_places([y.position(float(c.up[-1])) for c in curves])
+    for curve, (low, high), colour, place in zip(curves, bands, colours, names, strict=True):
+        parts_of_picture.append(
+            _drawn(curve, low, high, colour, x, y) + _text(_RIGHT + 10, place + 4, curve.name, "start")
+        )
+        parts_of_picture.append(f'<circle fill="{colour}" cx="{_RIGHT + 4}" cy="{place:.1f}" r="3"/>')
+    label = escape(f"{title}: {up} against {across}, for {', '.join(c.name for c in curves)}")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
+        f"<style>{_STYLE}</style>{''.join(parts_of_picture)}</svg>\n"
+    )
+
+
+def round_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers between two bounds, three to seven of them.
+
+    >>> round_ticks(0.0, 0.31)
+    [0.0, 0.1, 0.2, 0.3]
+    """
+    rough = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    # Rounded to the step's own digits: .30000000000000004 is no label.
+    digits = max(0, 1 - math.floor(math.log10(step)))
+    return [round(n * step, digits) for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+class _Axis:
+    """A linear axis that holds some values."""
+
+    def __init__(self, values: Sequence[float], start: float, end: float) -> None:
+        low, high = min(values), max(values)
+        if high - low <= 1e-9 * max(abs(low), abs(high)):  # all the same: room on both sides
+            margin = abs(high) * 0.05 or 1.0
+            low, high = low - margin, high + margin
+        self.low, self.high, self._start, self._end = low, high, start, end
+
+    def position(self, value: float) -> float:
+        return self._start + (value - self.low) / (self.high - self.low) * (self._end - self._start)
+
+
+def _band(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    spread = np.zeros_like(curve.up) if curve.spread is None else curve.spread
+    return curve.up - spread, curve.up + spread
+
+
+def _colours(curves: Sequence[Curve]) -> list[str]:
+    number, found = 0, []
+    for curve in curves:
+        found.append(_CONTROL if curve.is_control else _COLOURS[number % len(_COLOURS)])
+        number += not curve.is_control
+    return found
+
+
+def _label_places(ends: Sequence[float]) -> list[float]:
+    """Move the names at the curves' ends apart, so that none covers another."""
+    order = sorted(range(len(ends)), key=lambda i: ends[i])
+    places = list(ends)
+    for above, here in pairwise(order):
+        places[here] = max(places[here], places[above] + 16)
+    return places
+
+
+def _drawn(curve: Curve, low: np.ndarray, high: np.ndarray, colour: str, x: _Axis, y: _Axis) -> str:
+    kind = "line control" if curve.is_control else "line"
+    line = f'<polyline class="{kind}" stroke="{colour}" points="{_points(curve.across, curve.up, x, y)}"/>'
+    if curve.spread is None:
+        return line
+    around = f"{_points(curve.across, high, x, y)} {_points(curve.across[::-1], low[::-1], x, y)}"
+    return f'<polygon class="band" fill="{colour}" points="{around}"/>{line}'
+
+
+def _points(across: np.ndarray, up: np.ndarray, x: _Axis, y: _Axis) -> str:
+    return " ".join(f"{x.position(float(a)):.1f},{y.position(float(u)):.1f}" for a, u in zip(across, up, strict=True))
+
+
+def _grid(x: _Axis, y: _Axis) -> str:
+    rows = [
+        f'<path class="grid" d="M{_LEFT} {y.position(v):.1f}H{_RIGHT}"/>'
+        + _text(_LEFT - 8, y.position(v) + 4, f"{v:g}", "end")
+        for v in round_ticks(y.low, y.high)
+    ]
+    columns = [_text(x.position(v), _BOTTOM + 20, f"{v:g}", "middle") for v in round_ticks(x.low, x.high)]
+    return "".join(rows + columns) + f'<path class="axis" d="M{_LEFT} {_BOTTOM}H{_RIGHT}"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
+    name = f' class="{kind}"' if kind else ""
+    return f'<text{name} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -1,0 +1,80 @@
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+
+from eigentrace.errors import InputError
+from eigentrace.report.curves import Curve, curves_svg, round_ticks
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def curve(name="a", up=(1.0, 2.0, 4.0), **options):
+    return Curve(name, np.array([0.0, 0.1, 0.3]), np.array(up), **options)
+
+
+def points(node):
+    return np.array([[float(v) for v in pair.split(",")] for pair in node.get("points").split()])
+
+
+def test_lines_go_where_the_numbers_are():
+    root = ET.fromstring(curves_svg("t", [curve()], "x", "y"))
+    (line,) = root.iter(f"{SVG}polyline")
+    found = points(line)
+    np.testing.assert_allclose((found[1, 0] - found[0, 0]) / (found[2, 0] - found[0, 0]), 1 / 3, atol=0.01)
+    np.testing.assert_allclose((found[1, 1] - found[0, 1]) / (found[2, 1] - found[0, 1]), 1 / 3, atol=0.01)
+    assert found[2, 1] < found[0, 1]  # up is up
+
+
+def test_bands_lie_around_their_line():
+    root = ET.fromstring(curves_svg("t", [curve(spread=np.array([0.5, 0.5, 0.5]))], "x", "y"))
+    (line,), (band,) = root.iter(f"{SVG}polyline"), root.iter(f"{SVG}polygon")
+    middle, around = points(line), points(band)
+    np.testing.assert_allclose((around[:3] + around[:2:-1]) / 2, middle, atol=0.11)  # coordinates have one digit
+    assert (around[:3, 1] < middle[:, 1]).all()
+
+
+def test_controls_are_grey_and_dashed_and_names_do_not_cover_each_other():
+    curves = [curve(name) for name in "abc"] + [curve("random", is_control=True)]
+    root = ET.fromstring(curves_svg("t", curves, "x", "y"))
+    lines = list(root.iter(f"{SVG}polyline"))
+    assert lines[3].get("class") == "line control"
+    assert len({line.get("stroke") for line in lines}) == 4
+    heights = sorted(float(t.get("y")) for t in root.iter(f"{SVG}text") if t.text in ("a", "b", "c", "random"))
+    assert np.diff(heights).min() >= 15.9
+
+
+def test_flat_and_single_points():
+    for lines in ([curve(up=(2.0, 2.0, 2.0))], [curve(up=(0.0, 0.0, 0.0))], [Curve("p", np.ones(1), np.ones(1))]):
+        ET.fromstring(curves_svg("t", lines, "x", "y"))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [((0, 1), [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]), ((-3, 3), [-2, 0, 2]), ((0.98, 1.01), [0.98, 0.99, 1.0, 1.01])],
+)
+def test_ticks_are_round(bounds, expected):
+    assert round_ticks(*bounds) == expected
+
+
+def test_ticks_are_few_and_inside():
+    for low, high in np.random.default_rng(0).normal(size=(200, 2)) * 10.0 ** np.arange(-100, 100)[:, None] ** 1:
+        low, high = sorted((low, high))  # noqa: PLW2901
+        ticks = round_ticks(low, high)
+        assert 2 <= len(ticks) <= 7
+        slack = 1e-6 * (high - low)
+        assert low - slack <= ticks[0] <= ticks[-1] <= high + slack
+
+
+@pytest.mark.parametrize(
+    ("curves", "message"),
+    [
+        ([], "no curves to draw"),
+        ([curve(up=(1.0, np.nan, 1.0))], "Curve 'a' holds numbers that are not finite"),
+        ([curve(up=(1.0, 2.0))], r"Curve 'a' has shapes \[\(3,\), \(2,\)\]: give one length"),
+        ([Curve("e", np.zeros(0), np.zeros(0))], "give one length"),
+    ],
+)
+def test_refuses(curves, message):
+    with pytest.raises(InputError, match=message):
+        curves_svg("t", curves, "x", "y")
