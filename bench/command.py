@@ -63,6 +63,9 @@ def _measure(benchmark: Benchmark, name: str, run: Run, path: Path, settings: ar
     return outcome
 
 
+_PLACES = ("--out", "--cache", "--data")
+
+
 def options(description: str) -> argparse.ArgumentParser:
     """Return a parser of what both benchmarks understand."""
     parser = argparse.ArgumentParser(description=description)
@@ -114,11 +117,15 @@ def start(name: str, settings: argparse.Namespace, argv: Sequence[str]) -> Run:
 
 
 def _without_places(argv: Sequence[str]) -> list[str]:
-    """Leave out of a command where it wrote: that is the business of one machine."""
-    kept = [arg for arg in argv if not arg.startswith("--out=")]
-    if "--out" in kept:
-        at = kept.index("--out")
-        del kept[at : at + 2]
+    """Leave out of a command where it read and wrote: that is the business of one machine."""
+    kept: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, given, _ = word.partition("=")
+        if name not in _PLACES:
+            kept.append(word)
+        elif not given:
+            next(words, None)
     return kept
 
 

@@ -32,9 +32,14 @@ TIERS = (
     ("rows",),
     ("streams",),
     ("project",),
+    ("kronecker",),
+    ("coordinates",),
     ("artifact", "checkpoints"),
+    ("reliability",),
     ("fitted",),
+    ("blocks", "shortlist", "saved"),
     ("projected", "solved"),
+    ("ensemble", "callbacks", "backing"),
     ("methods",),
     ("__init__",),
     ("evaluate", "demo", "report"),
@@ -44,7 +49,7 @@ TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
 
 CORE_PACKAGES = {"eigentrace", "torch", "numpy", "safetensors", "tqdm"}
 # An optional package may be imported by exactly one room.
-EXTRAS = {"typer": "cli"}
+EXTRAS = {"typer": "cli", "transformers": "callbacks"}
 
 MODULES = sorted(path for path in SOURCE.rglob("*.py"))
 

@@ -8,6 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 import eigentrace as et
 from eigentrace.batch import tensors_of
 from eigentrace.data import Data, as_data
+from eigentrace.errors import DataError
 from small import cross_entropy, examples, fit, net
 
 X, Y = examples(10)
@@ -140,6 +141,33 @@ def test_samples_are_ascending_different_and_repeatable():
     assert (first != other).any()
     assert (data.sample(100, torch.Generator()) == np.arange(100)).all()
     assert len(data.sample(1000, torch.Generator())) == 100
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_taken_rows_are_numbered_anew(form):
+    whole, rows = as_data(FORMS[form]()), [1, 3, 4, 8]
+    some = whole.take(rows)
+    assert len(some) == 4
+    for wanted, expected in ((None, [0, 1, 2, 3]), (np.array([1, 3]), [1, 3])):
+        found = list(some.batches(wanted))
+        assert np.concatenate([batch.rows for batch in found]).tolist() == expected
+        assert torch.equal(torch.cat([batch.values[0] for batch in found]), X[np.array(rows)[expected]])
+    again = some.rebatched(2)
+    assert len(again) == 4
+    assert some.can_rebatch == whole.can_rebatch
+    assert max(map(len, again.batches())) <= (2 if some.can_rebatch else 4)
+
+
+@pytest.mark.parametrize("rows", [[3, 1], [1, 1], [-1, 2], [5, 100], [[1, 2]]])
+def test_rows_that_cannot_be_taken(rows):
+    with pytest.raises(DataError, match="take needs different rows of 0 to 9 in ascending order"):
+        Data(TensorDataset(torch.zeros(10, 1))).take(rows)
+
+
+def test_ids_go_with_the_rows_that_are_taken():
+    data = Data(TensorDataset(torch.zeros(4, 1)), ids=["a", "b", "c", "d"]).take([1, 3])
+    assert data.ids == ["b", "d"]
+    assert data.rebatched(1).ids == ["b", "d"]
 
 
 def test_reading_draws_nothing_from_the_global_random_state():

@@ -104,6 +104,36 @@ def test_the_tail_is_the_smallest_kept_eigenvalue_with_a_floor():
     assert weigh(VALUES, Cut(4, 0.25, False)).delta == 0.25
 
 
+def test_a_stored_or_shaped_tail_weighs_its_coordinates():
+    energies = torch.tensor([3.0, 0.0], dtype=torch.float64)
+    kept = 1 / (VALUES.clamp_min(0) + 0.5)
+    for tail, inverse in (("auto", [2.0, 2.0]), ("shaped", [1 / 3.5, 2.0])):
+        stored = weigh(VALUES, Cut(4, tail, False, stored=True), energies)
+        assert (stored.identity, stored.delta) == (0.0, 0.5)
+        assert torch.allclose(stored.row, kept)
+        assert torch.allclose(stored.coordinate, torch.tensor(inverse).double())
+    # with the identity beside them, what lies along a coordinate adds up to the same
+    shaped = weigh(VALUES, Cut(4, "shaped", False), energies)
+    assert torch.allclose(shaped.coordinate + shaped.identity, 1 / (energies + 0.5))
+    assert torch.allclose(shaped.row + shaped.identity, kept)
+    assert not len(weigh(VALUES, Cut(4, "auto", False), energies).coordinate)  # a flat, whole tail needs none
+    assert weigh(VALUES, Cut(4, "shaped", False, delta=0.1), energies).delta == 0.1
+
+
+def test_delta_where_curvature_is_negative_or_at_rounding_level():
+    # The last kept eigenvalue marks where the spectrum was cut, whatever its sign.
+    assert weigh(torch.tensor([8.0, -2.0]), Cut(2, "auto", False)).delta == 2.0
+    assert weigh(torch.tensor([8.0, -2.0]), Cut(2, "auto", True)).delta == 2.0
+    # Nothing but negative curvature: all directions count as flat, and the score is the gradients' product over δ.
+    flat = weigh(torch.tensor([-3.0, -1.0]), Cut(2, "auto", False))
+    assert flat.row.abs().max() == 0
+    assert flat.identity == 1.0
+    # The floor follows |λ₁|, a negative one too.
+    assert weigh(torch.tensor([-10.0, 1e-12]), Cut(2, "auto", False)).delta == pytest.approx(1e-3)
+    for tail in ("auto", "shaped"):
+        assert weigh(torch.tensor([10.0, 1e-12]), Cut(2, tail, False)).delta == pytest.approx(1e-3)
+
+
 @pytest.mark.parametrize("tail", [0.0, -1.0, float("inf"), float("nan")])
 def test_delta_must_be_positive(tail):
     with pytest.raises(InputError, match="tail is δ, a positive number"):

@@ -7,8 +7,10 @@ from eigentrace.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from eigentrace.basis import Basis
+    from eigentrace.callbacks import LossHistory, LossTracker, loss_callback
     from eigentrace.compute import Compute
     from eigentrace.data import Data
+    from eigentrace.ensemble import Ensemble, load
     from eigentrace.fitted import Fitted
     from eigentrace.methods import (
         Arnoldi,
@@ -16,12 +18,15 @@ if TYPE_CHECKING:
         InverseArnoldi,
         Lissa,
         Loss,
+        MeanLoss,
         RandProj,
         RandSelect,
+        Support,
+        TangentRidge,
         TracIn,
     )
-    from eigentrace.projected import load
     from eigentrace.ready import causal_lm, classification, seq2seq
+    from eigentrace.reliability import Reliability, rank_agreement
     from eigentrace.task import Task
 
 __all__ = [
@@ -40,9 +45,20 @@ __all__ = [
     "TracIn",
     "RandProj",
     "RandSelect",
+    # scores of single examples, without curvature
     "Loss",
-    # what a fit answers, how it is computed, and reading one back
+    "MeanLoss",
+    "Support",
+    "TangentRidge",
+    # losses collected while training
+    "LossTracker",
+    "LossHistory",
+    "loss_callback",
+    # what a fit answers, how sure it is, how it is computed, several as one, and reading one back
     "Fitted",
+    "Reliability",
+    "rank_agreement",
+    "Ensemble",
     "Compute",
     "load",
 ]
@@ -53,13 +69,21 @@ _HOMES = {
     "Data": "data",
     "Fitted": "fitted",
     "Basis": "basis",
-    "load": "projected",
+    **dict.fromkeys(("Ensemble", "load"), "ensemble"),
     "Task": "task",
+    **dict.fromkeys(("LossTracker", "LossHistory", "loss_callback"), "callbacks"),
+    **dict.fromkeys(("Reliability", "rank_agreement"), "reliability"),
     **dict.fromkeys(("classification", "seq2seq", "causal_lm"), "ready"),
 }
 
 
+# Rooms that are asked for by their own name.
+_ROOMS = ("evaluate",)
+
+
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"eigentrace.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'eigentrace' has no attribute {name!r}")
     value = getattr(import_module(f"eigentrace.{_HOMES.get(name, 'methods')}"), name)
@@ -68,4 +92,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -119,6 +119,20 @@ class _Batches:
                 return
 
 
+class _Taken:
+    """Some of the rows of a source, numbered anew."""
+
+    def __init__(self, source: _Source, rows: np.ndarray) -> None:
+        self.source, self.rows = source, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, rows: np.ndarray | None) -> Iterator[Batch]:
+        for batch in self.source.read(self.rows if rows is None else self.rows[rows]):
+            yield Batch(np.searchsorted(self.rows, batch.rows), batch.values)
+
+
 class Data:
     """Examples in a fixed order, each with a row number and, if given, an id.
 
@@ -180,14 +194,33 @@ class Data:
     @property
     def can_rebatch(self) -> bool:
         """Tell whether batches are collated here, so that their size is ours to choose."""
-        return isinstance(self._source, _Examples)
+        source = self._source.source if isinstance(self._source, _Taken) else self._source
+        return isinstance(source, _Examples)
 
     def rebatched(self, batch_size: int) -> "Data":
         """Return the same examples in batches of another size; batches that somebody else made stay as they are."""
+        if isinstance(self._source, _Taken) and self.can_rebatch:
+            whole = Data.__new__(Data)
+            whole._set(self._source.source, None)
+            other = whole.rebatched(batch_size).take(self._source.rows)
+            other.ids = self.ids
+            return other
         if not isinstance(self._source, _Examples):
             return self
         other = Data.__new__(Data)
         other._set(_Examples(self._source.dataset, self._source.collate, batch_size, self._source.workers), self.ids)
+        return other
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> "Data":
+        """Return the examples of the given ascending rows, numbered from 0."""
+        rows = np.asarray(rows, dtype=np.int64)
+        if rows.ndim != 1 or (np.diff(rows) <= 0).any() or (len(rows) and not 0 <= rows[0] <= rows[-1] < len(self)):
+            raise DataError(
+                f"take needs different rows of 0 to {len(self) - 1} in ascending order, got {rows.tolist()[:5]}... "
+                "Sort them, and leave out what comes twice."
+            )
+        other = Data.__new__(Data)
+        other._set(_Taken(self._source, rows), None if self.ids is None else [self.ids[row] for row in rows])
         return other
 
     def first(self, count: int) -> Batch:

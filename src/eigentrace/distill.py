@@ -2,9 +2,9 @@
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from eigentrace.errors import ConvergenceWarning, InputError, NumericalError
 from eigentrace.krylov import Ending, Krylov, ritz
 from eigentrace.settings import check_counts
 
-Tail = float | Literal["auto"] | None
+Tail = float | Literal["auto", "shaped"] | None
 
 # An automatic δ never falls below this share of λ₁: beyond it 1/δ amplifies rounding more than it adds signal.
 DELTA_FLOOR = 1e-4
@@ -99,33 +99,50 @@ class Cut:
     keep: int
     tail: Tail
     positive_only: bool
+    delta: float | None = None
+    """δ of a shaped tail, if it is not to choose itself."""
+    stored: bool = False
+    """Score by features alone: the tail counts where the stored coordinates see it."""
+    coordinates: int | None = None
+    """How many of the coordinates at hand are used; all of them if None."""
 
     def __post_init__(self) -> None:
         check_counts(1, keep=self.keep)
-        if self.tail is None or self.tail == "auto":
-            return
-        if isinstance(self.tail, bool) or not isinstance(self.tail, Real):
-            raise InputError(f"tail must be 'auto', None or a positive number, got {self.tail!r}.")
-        if not 0 < self.tail < math.inf:
-            raise InputError(f"tail is δ, a positive number in units of the eigenvalues, got {self.tail}.")
+        if self.delta is not None:
+            if self.tail != "shaped":
+                raise InputError(
+                    f"delta belongs to tail='shaped', and tail is {self.tail!r}: give δ itself as the tail."
+                )
+            _check_delta(self.delta, "delta")
+        if self.tail is None and self.stored:
+            raise InputError(
+                "tail=None keeps no tail, so its K features are all there is to store: use them as they are."
+            )
+        if self.tail is not None and self.tail not in ("auto", "shaped"):
+            _check_delta(self.tail, "tail")
+
+
+def _check_delta(delta: Any, name: str) -> None:
+    if isinstance(delta, bool) or not isinstance(delta, Real):
+        expected = "'auto', 'shaped', None or a positive number" if name == "tail" else "a positive number"
+        raise InputError(f"{name} must be {expected}, got {delta!r}.")
+    if not 0 < float(delta) < math.inf:
+        raise InputError(f"{name} is δ, a positive number in units of the eigenvalues, got {delta}.")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """score = Σ rowₖ · φₖ(x) φₖ(z) + identity · ⟨g(x), g(z)⟩."""
+    """score = Σ rowₖ · φₖ(x) φₖ(z) + Σ coordinate_c · s_c(x) s_c(z) + identity · ⟨g(x), g(z)⟩."""
 
     index: Tensor  # (k,) the rows used
     row: Tensor  # (k,) float64
     identity: float
     delta: float | None
+    coordinate: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64, device="cpu"))  # (r,)
 
 
-def weigh(eigenvalues: Tensor, cut: Cut) -> Weights:
-    """Invert the diagonalised curvature: 1/λ on the kept directions, and 1/δ on all others under a tail.
-
-    With a tail, H⁻¹ ≈ Gᵀ(Λ+δ)⁻¹G + (I − GᵀG)/δ, negative λ counted as 0. The truncated form (`tail=None`) is the
-    paper's; `positive_only` drops negative λ after the top `keep` are taken, as it does at saddle points.
-    """
+def kept_index(eigenvalues: Tensor, cut: Cut) -> Tensor:  # (k,)
+    """Tell which of the eigenpairs a cut uses."""
     kept = eigenvalues[: cut.keep]
     index = torch.arange(len(kept), device="cpu")
     if cut.positive_only:
@@ -135,11 +152,42 @@ def weigh(eigenvalues: Tensor, cut: Cut) -> Weights:
                 f"positive_only=True leaves nothing: all of the top {len(kept)} eigenvalues are negative, so the model "
                 "is far from a minimum. Train further, or use curvature='gauss-newton'."
             )
-    values = kept[index]
+    return index
+
+
+def weigh(eigenvalues: Tensor, cut: Cut, energies: Tensor | None = None) -> Weights:
+    """Invert the diagonalised curvature: 1/λ on the kept directions, and 1/δ on all others under a tail.
+
+    With a tail, H⁻¹ ≈ Gᵀ(Λ+δ)⁻¹G + (I − GᵀG)/δ, negative λ counted as 0. The truncated form (`tail=None`) is the
+    paper's; `positive_only` drops negative λ after the top `keep` are taken, as it does at saddle points.
+
+    A shaped tail weighs the coordinates s of the residual by 1/(E + δ) and 1/δ beyond them. All of its terms are
+    positive: with S⊥ = S(I − GᵀG) the last is (I − GᵀG)(I − SᵀS)(I − GᵀG)/δ. A stored cut leaves the last term out.
+
+    Args:
+        eigenvalues: All those of the fit, by falling |λ|.
+        cut: Which of them are used, and how.
+        energies: E[s²] of the coordinates used (r,), where the cut uses any.
+    """
+    index = kept_index(eigenvalues, cut)
+    values = eigenvalues[index]
     if cut.tail is None:
         return Weights(index, 1 / values, 0.0, None)
-    delta = max(float(kept[-1].abs()), DELTA_FLOOR * float(kept[0].abs())) if cut.tail == "auto" else float(cut.tail)
-    return Weights(index, 1 / (values.clamp_min(0) + delta) - 1 / delta, 1 / delta, delta)
+    delta = _delta(eigenvalues[: cut.keep], cut)
+    beyond = 0.0 if cut.stored else 1 / delta
+    row = 1 / (values.clamp_min(0) + delta) - beyond
+    if energies is None or not (cut.stored or cut.tail == "shaped"):
+        return Weights(index, row, beyond, delta)
+    coordinate = 1 / (energies + delta) if cut.tail == "shaped" else torch.full_like(energies, 1 / delta)
+    return Weights(index, row, beyond, delta, coordinate - beyond)
+
+
+def _delta(kept: Tensor, cut: Cut) -> float:
+    """Take δ as given, or |λ_K|, the smallest kept eigenvalue, with a floor relative to the largest."""
+    given = cut.delta if cut.tail == "shaped" else cut.tail
+    if given is None or given == "auto":
+        return max(float(kept[-1].abs()), DELTA_FLOOR * float(kept[0].abs()))
+    return float(given)
 
 
 def warn_unless_converged(spectrum: Spectrum) -> None:

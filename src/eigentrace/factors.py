@@ -120,14 +120,16 @@ class Windows:
         return x.permute(order).reshape(stop - start, self.groups, self.tokens, self.width)
 
 
-def rotated(factor: Factor, basis: Tensor | None) -> Factor:
-    """Turn the numbers of every token into another basis; None leaves them."""
-    if basis is None:
+def rotated(factor: Factor, basis: Tensor | None, start: int = 0, stop: int | None = None) -> Factor:
+    """Turn the numbers of every token of some examples (all, if not told) into another basis; None leaves them."""
+    stop = factor.examples if stop is None else stop
+    if basis is None and (start, stop) == (0, factor.examples):
         return factor
     if isinstance(factor, OneHot):
-        return Dense(basis[factor.index][:, None])
-    whole = factor.take(0, factor.examples)
-    return Dense(whole @ basis.to(whole.dtype))
+        index = factor.index[start:stop]
+        return OneHot(index, factor.width) if basis is None else Dense(basis[index][:, None])
+    whole = factor.take(start, stop)
+    return Dense(whole if basis is None else whole @ basis.to(whole.dtype))
 
 
 def token_products(a: Factor, b: Factor, start: int, stop: int) -> Tensor:  # (n, g, T, T')

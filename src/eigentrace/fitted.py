@@ -10,6 +10,7 @@ from eigentrace.compute import Compute
 from eigentrace.data import Data, as_data
 from eigentrace.distill import Spectrum
 from eigentrace.errors import InputError, NumericalError, UnsupportedError
+from eigentrace.reliability import Reliability
 from eigentrace.task import Task
 
 Normalize = Literal["gradient", "metric"] | None
@@ -72,6 +73,15 @@ class Fitted(ABC):
             of_queries = self._self(queries, queries=True, unit_gradients=False, compute=compute)
             scores = _cosine(scores, of_queries, of_train)
         return scores / self._divisor(unit)
+
+    @property
+    def reliability(self) -> Reliability | None:
+        """Rank agreement of two fits on halves of the curvature sample, if it was asked for; see `Arnoldi`.
+
+        It was measured with the settings of the fit, and stands for other cuts of it too.
+        """
+        found = getattr(self, "method", {}).get("agreement")
+        return None if found is None else Reliability(**found)
 
     @abstractmethod
     def features(self, data: Any, *, queries: bool = False, compute: Compute | None = None) -> Tensor:  # (N, K)

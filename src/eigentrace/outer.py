@@ -25,6 +25,8 @@ _CARRYING = 1.2
 # Written-out gradients at a time. A GPU wants long products; on a CPU a chunk should stay in the cache.
 _LARGEST_CHUNK = {"cuda": 2**30, "cpu": 2**22}
 _LARGEST_GATHER = {"cuda": 2**30, "cpu": 2**20}
+# Share of a grid of rotated coordinates from which on all of it is computed: picking runs that much slower per number.
+_GRID_SHARE = 8
 # Examples of a chunk: enough to reuse each piece of the rows, few enough to leave room for long pieces.
 _EXAMPLES_AT_ONCE = 512
 # Pieces of a matrix begin at multiples of this many numbers: matrix units read what lies otherwise at half the speed.
@@ -96,15 +98,27 @@ class Outer:
         row, column = rest // self.right.width, rest % self.right.width
         return self._pairs(group, row, column, self.left, self.right)
 
-    def rotate(self, left: Tensor | None, right: Tensor | None, pairs: Tensor) -> Tensor:  # (2, k) -> (B, k)
+    def rotate(
+        self, left: Tensor | None, right: Tensor | None, pairs: Tensor, budget: int = 2**28
+    ) -> Tensor:  # (2, k) -> (B, k)
         """Take coordinates in a rotated basis: ⟨left[:, i] ⊗ right[:, j], gradient⟩ for each pair (i, j).
 
         Rotating the factors costs T·(L·r + R·s) where dense rows cost at least k·L·R. None stands for no rotation.
         """
         row, column = pairs
-        zero = torch.zeros_like(row)
-        a, b = rotated(self.left, left), rotated(self.right, right)
-        return self._pairs(zero, row, column, a, b)
+        found = []
+        taken = sum(side.width for side in (self.left, self.right) if not isinstance(side, OneHot))
+        numbers = max(self.left.tokens, 1) * (4 * len(row) + taken + 1)
+        for start, stop in self._spans(self.examples, max(1, budget // (8 * numbers))):
+            a, b = rotated(self.left, left, start, stop), rotated(self.right, right, start, stop)
+            part = Outer(a, b, stop - start)
+            grid = a.width * b.width
+            # Many coordinates of a small grid: one product of matrices gives all of it.
+            if not isinstance(a, OneHot) and _GRID_SHARE * len(row) > grid and self.left.tokens > 1:
+                found.append(part.write(0, stop - start)[:, row * b.width + column])
+            else:
+                found.append(part._pairs(torch.zeros_like(row), row, column, a, b))
+        return torch.cat(found)
 
     def square_norms(self, budget: int) -> Tensor:
         """Sum the squares: by the T × T products between tokens, or by writing gradients out, whichever is cheaper."""

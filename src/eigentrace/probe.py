@@ -131,8 +131,8 @@ def _losses_leaving_model_alone(task: Task, batch: Any) -> Tensor:
         for name in changed:
             own[name].detach().copy_(before[name])
     # What was bound anew rather than written to is put back at the end of the session, with all attributes.
-    now = dict(task.model.named_buffers()) | values
-    changed += [name for name, tensor in now.items() if name in before and not _equal(tensor, before[name])]
+    now, expected = dict(task.model.named_buffers()) | values, before | task.params
+    changed += [name for name, tensor in now.items() if name in before and not _equal(tensor, expected[name])]
     if changed:
         raise TaskError(
             f"Evaluating the loss changes {changed[0]!r}, even in eval mode. The change was undone. Compute without "

@@ -1,44 +1,38 @@
 """Fits that score by rows: a list of blocks, each a parameter state with rows and one weight per row."""
 
-import dataclasses
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from eigentrace import artifact
-from eigentrace.checkpoints import Checkpoint
+from eigentrace import artifact, saved
+from eigentrace.blocks import (
+    Block,
+    What,
+    cross_scores,
+    features_of,
+    from_features,
+    recut,
+    self_from_features,
+    self_scores,
+)
 from eigentrace.compute import Compute
+from eigentrace.coordinates import Coordinates, check_wanted, gather
 from eigentrace.data import Data, as_data
-from eigentrace.distill import DELTA_FLOOR, Cut, Distilled, Spectrum, Tail, Weights, weigh
+from eigentrace.distill import DELTA_FLOOR, Cut, Distilled, Spectrum, Tail, Weights, kept_index, weigh
 from eigentrace.errors import InputError, MismatchError, PrecisionWarning, UnsupportedError
-from eigentrace.fitted import Fitted, checked_compute, over
-from eigentrace.krylov import Ending
-from eigentrace.project import Job, gradients, in_chunks, project
-from eigentrace.rows import DenseRows, Rows, StackedRows, UnitRows, apply
-from eigentrace.settings import plain
+from eigentrace.fitted import Fitted, Unit, checked_compute
+from eigentrace.rows import DenseRows, StackedRows
+from eigentrace.settings import check_counts
+from eigentrace.shortlist import Ranked, best_of, by_features
 from eigentrace.task import Task
-from eigentrace.vector import Layout
 from eigentrace.version import __version__
 
 Same = Literal["same"]
-What = Literal["losses", "measurements"]
-
-
-@dataclass(frozen=True)
-class Block:
-    """One term of a score: Σ weightₖ φₖ(x) φₖ(z) + identity · ⟨g(x), g(z)⟩, gradients taken at one parameter state."""
-
-    rows: Rows
-    weights: Tensor  # (K,) float64
-    identity: float = 0.0
-    state: Checkpoint | None = None
-    """Where Θ is taken; the model's own parameters if None."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +47,8 @@ class ProjectedFit(Fitted):
     has_curvature: bool = False
     distilled: Distilled | None = None
     cut: Cut | None = None
+    coordinates: Coordinates | None = None
+    """What stands for the tail in stored features and gives a shaped tail its shape; see `with_coordinates`."""
 
     @staticmethod
     def of(task: Task, distilled: Distilled, cut: Cut, method: dict[str, Any], num_train: int) -> "ProjectedFit":
@@ -65,14 +61,16 @@ class ProjectedFit(Fitted):
         """Eigenvalues, residual bounds and how the iteration ended, of the directions in use."""
         if self.distilled is None or self.cut is None:
             raise UnsupportedError(f"{self.method['name']} has no spectrum: it keeps no eigenpairs of the curvature.")
-        spectrum, index = self.distilled.spectrum, weigh(self.distilled.spectrum.eigenvalues, self.cut).index
+        spectrum, index = self.distilled.spectrum, kept_index(self.distilled.spectrum.eigenvalues, self.cut)
         residuals = None if spectrum.residuals is None else spectrum.residuals[index]
         return replace(spectrum, eigenvalues=spectrum.eigenvalues[index], residuals=residuals)
 
     @property
     def delta(self) -> float | None:
         """δ, what stands for the curvature of the directions that were not kept; None without a tail."""
-        return 1 / self.blocks[0].identity if self.distilled is not None and self.blocks[0].identity else None
+        if self.distilled is None or self.cut is None:
+            return None
+        return weigh(self.distilled.spectrum.eigenvalues, self.cut).delta
 
     @property
     def positive_metric(self) -> bool:
@@ -80,14 +78,21 @@ class ProjectedFit(Fitted):
         return all(bool((block.weights + block.identity > 0).all()) for block in self.blocks)
 
     def distill(
-        self, keep: int | None = None, tail: Tail | Same = "same", positive_only: bool | None = None
+        self,
+        keep: int | None = None,
+        tail: Tail | Same = "same",
+        positive_only: bool | None = None,
+        *,
+        delta: float | None = None,
     ) -> "ProjectedFit":
         """Return another cut of the same fit; nothing is computed again. What is not given stays as it is.
 
         Args:
             keep: How many directions, at most as many as the fit kept. The dropped ones join the tail.
-            tail: "auto" for δ = |λ_K|, a number for δ, None for the paper's truncation.
+            tail: "auto" for δ = |λ_K|, "shaped" for 1/(energy + δ) along the coordinates of `with_coordinates`, a
+                number for δ, None for the paper's truncation.
             positive_only: Drop directions of negative curvature after taking the top `keep`.
+            delta: δ of a shaped tail; |λ_K| if not given.
         """
         if self.distilled is None or self.cut is None:
             raise UnsupportedError(f"{self.method['name']} has no eigenpairs to cut: distill is for curvature methods.")
@@ -96,19 +101,103 @@ class ProjectedFit(Fitted):
             raise InputError(
                 f"This fit holds {available} directions, so keep={keep} is too many. Fit with a larger `keep`."
             )
-        cut = Cut(
-            keep=self.cut.keep if keep is None else keep,
-            tail=self.cut.tail if tail == "same" else tail,
-            positive_only=self.cut.positive_only if positive_only is None else positive_only,
+        tail_now = self.cut.tail if tail == "same" else tail
+        return self._with(
+            replace(
+                self.cut,
+                keep=self.cut.keep if keep is None else keep,
+                tail=tail_now,
+                stored=self.cut.stored and tail_now is not None,
+                positive_only=self.cut.positive_only if positive_only is None else positive_only,
+                delta=self.cut.delta if tail == "same" and delta is None else delta,
+            )
         )
-        weights = weigh(self.distilled.spectrum.eigenvalues, cut)
-        self._warn_of_small_delta(weights)
-        directions, count = self.distilled.directions, len(weights.index)
+
+    def _with(self, cut: Cut) -> "ProjectedFit":
+        """Make the one block of a cut."""
+        distilled, used = self.distilled, self._used(cut)
+        index = kept_index(distilled.spectrum.eigenvalues, cut)  # type: ignore[union-attr]
+        energies = None if used is None else used.residual(index)
+        weights = weigh(distilled.spectrum.eigenvalues, cut, energies)  # type: ignore[union-attr]
+        if not cut.stored:
+            self._warn_of_small_delta(weights)
+        directions, count = distilled.directions, len(index)  # type: ignore[union-attr]
         # The leading rows are a view; only directions dropped from between cost a copy.
-        leading = count == 0 or int(weights.index[-1]) == count - 1
-        rows = directions[:count] if leading else directions[weights.index.to(directions.device)]
-        block = Block(DenseRows(rows, self.task.layout), weights.row, weights.identity)
+        leading = count == 0 or int(index[-1]) == count - 1
+        kept = DenseRows(directions[:count] if leading else directions[index.to(directions.device)], self.task.layout)
+        if used is None:
+            return replace(self, blocks=(Block(kept, weights.row, weights.identity),), cut=cut)
+        every = torch.cat([weights.row, weights.coordinate])
+        overlap = used.overlap[:, index].to(self.task.layout.device)
+        block = Block(StackedRows((kept, used.rows)), every, weights.identity, overlap=overlap)
         return replace(self, blocks=(block,), cut=cut)
+
+    def _used(self, cut: Cut) -> Coordinates | None:
+        """Pick the coordinates that a cut scores by, if it does by any."""
+        if not (cut.stored or cut.tail == "shaped"):
+            return None
+        if self.coordinates is None:
+            raise InputError(
+                "This fit holds no coordinates of its tail yet, and a stored or shaped tail needs them: use "
+                "fitted.with_coordinates(data), or fit with Arnoldi(coordinates=...)."
+            )
+        return self.coordinates.first(cut.coordinates)
+
+    def with_coordinates(
+        self, data: Any, coordinates: float = 1024, *, sample: int | None = None, compute: Compute | None = None
+    ) -> "ProjectedFit":
+        """Return the same fit with coordinates that stand for its tail, chosen over a sample; scores stay as they are.
+
+        Args:
+            data: The training examples.
+            coordinates: R, how many; or, as a fraction, which share of the tail's energy they should hold.
+            sample: Examples they are chosen on; as many, and the same ones, as the fit took its curvature on if None.
+            compute: Precision, memory and batch size of the passes.
+        """
+        if self.distilled is None or self.cut is None:
+            raise UnsupportedError(f"{self.method['name']} keeps no eigenpairs, so there is no tail to them.")
+        check_wanted(coordinates)
+        if sample is not None:
+            check_counts(1, sample=sample)
+        data, compute = as_data(data), checked_compute(compute)
+        size = self.method.get("sample") if sample is None else sample
+        rows = data.sample(size or len(data), torch.Generator().manual_seed(self.method.get("seed", 0)))
+        directions = DenseRows(self.distilled.directions, self.task.layout)
+        with self.task.session():
+            found = gather(self.task, data.take(rows), directions, self._cut_index(), coordinates, compute)
+        return replace(self, coordinates=found)._with(replace(self.cut, coordinates=None))
+
+    def stored(
+        self, data: Any = None, coordinates: float | None = None, *, compute: Compute | None = None
+    ) -> "ProjectedFit":
+        """Return the fit that scores by features alone: K + R numbers per example stand for its gradient.
+
+        Args:
+            data: The training examples, to choose coordinates on (1024 if not told); not needed by a fit that holds
+                coordinates already.
+            coordinates: R, or the share of the tail's energy to hold; all coordinates at hand if None.
+            compute: Precision, memory and batch size of the passes.
+        """
+        if coordinates is not None:
+            check_wanted(coordinates)
+        fit = self
+        if data is not None:
+            fit = self.with_coordinates(data, 1024 if coordinates is None else coordinates, compute=compute)
+        if fit.cut is None:
+            raise UnsupportedError(f"{self.method['name']} keeps no eigenpairs, so it has no tail to store.")
+        held = 0 if fit.coordinates is None else fit.coordinates.count
+        if isinstance(coordinates, Integral) and data is None and 0 < held < coordinates:
+            raise InputError(
+                f"This fit holds {held} coordinates, so {coordinates} are too many: give data to find more."
+            )
+        count = None
+        if coordinates is not None and fit.coordinates is not None:
+            count = fit.coordinates.needed(coordinates, fit._cut_index())
+        return fit._with(replace(fit.cut, stored=True, coordinates=count))
+
+    def unstored(self) -> "ProjectedFit":
+        """Return the fit with its whole tail again, which needs the gradients of queries and examples."""
+        return self if self.cut is None else self._with(replace(self.cut, stored=False, coordinates=None))
 
     def _warn_of_small_delta(self, weights: Weights) -> None:
         largest = float(self.distilled.spectrum.eigenvalues[0].abs())  # type: ignore[union-attr]
@@ -130,7 +219,96 @@ class ProjectedFit(Fitted):
                 "parameters for K numbers per example."
             )
         what: What = "measurements" if queries else "losses"
-        return torch.cat([self._block_features(block, data, what, compute) for block in self.blocks], dim=1)
+        return features_of(self.task, self.blocks, data, what, compute)
+
+    @property
+    def bytes_per_example(self) -> int:
+        """What the features of one example take in the type they come in."""
+        return sum(block.rows.count for block in self.blocks) * self.task.layout.dtype.itemsize
+
+    @property
+    def captured(self) -> float | None:
+        """Share of the tail's energy, over the curvature sample, that the coordinates in use hold; None without any."""
+        if self.cut is None or self.distilled is None or (used := self._used(self.cut)) is None:
+            return None
+        index = kept_index(self.distilled.spectrum.eigenvalues, self.cut)
+        outside = used.outside(index)
+        return float(used.residual(index).sum()) / outside if outside else 1.0
+
+    def from_features(self, train: Tensor, queries: Tensor) -> Tensor:  # (N, K), (Q, K) -> (Q, N)
+        """Score stored features against each other, without model or data.
+
+        Args:
+            train: `features(data)` of training examples.
+            queries: `features(data, queries=True)` of the examples asked about.
+        """
+        return from_features(self.blocks, train, queries)
+
+    def self_from_features(self, features: Tensor, square_norms: Tensor | None = None) -> Tensor:  # (N, K) -> (N,)
+        """Score stored features against themselves.
+
+        Args:
+            features: `features(data)`.
+            square_norms: ‖g(x)‖² of the same examples (N,), such as `TracIn().fit(...).self_influence(data)`: with
+                them a stored fit answers as if it had its whole tail.
+        """
+        if self.cut is None or square_norms is None or not self.cut.stored:
+            return self_from_features(self.blocks, features, square_norms)
+        whole = self._with(replace(self.cut, stored=False)).blocks[0]
+        missing = len(self.blocks[0].weights) - len(whole.weights)
+        # A flat tail that is not stored has no use for the coordinates.
+        weights = torch.cat([whole.weights, torch.zeros(missing, dtype=torch.float64, device="cpu")])
+        return self_from_features((replace(whole, weights=weights),), features, square_norms)
+
+    def recut_features(self, features: Tensor, source: "ProjectedFit") -> Tensor:  # (N, K'+R) -> (N, K+R)
+        """Turn features stored with a larger cut of this fit into this one's: dropped directions join the tail."""
+        return recut(self.blocks[0], self._cut_index(), features, source.blocks[0], source._cut_index())
+
+    def _cut_index(self) -> Tensor:
+        if self.distilled is None or self.cut is None:
+            raise UnsupportedError(f"{self.method['name']} keeps no eigenpairs, so there are no cuts of its features.")
+        return kept_index(self.distilled.spectrum.eigenvalues, self.cut)
+
+    def influence_topk(
+        self,
+        train: Any,
+        queries: Any,
+        k: int = 20,
+        *,
+        features: Tensor | None = None,
+        shortlist: int = 200,
+        unit: Unit = None,
+        compute: Compute | None = None,
+    ) -> Ranked:
+        """Find each query's strongest proponents and opponents: shortlisted by features, rescored with the whole tail.
+
+        Args:
+            train: The training examples; only those on the shortlist go through the model where features are given.
+            queries: The examples asked about.
+            k: How many on either side.
+            features: `features(train)` of this fit, if they are stored; computed if not.
+            shortlist: Candidates per query, half of them on either side. All examples: the exact ranking.
+            unit: None, or "nats".
+            compute: Engine, precision, memory and batch size of the passes.
+        """
+        check_counts(1, k=k)
+        data, asked, compute = as_data(train), as_data(queries), checked_compute(compute)
+        if shortlist < 2 * k and shortlist < len(data):
+            raise InputError(f"A shortlist of {shortlist} cannot give {k} on either side: make it at least {2 * k}.")
+        stored = self if all(block.identity == 0 for block in self.blocks) else self.stored()
+        if features is None:
+            features = stored.features(data, compute=compute)
+        if len(features) != len(data):
+            raise InputError(f"Got features of {len(features)} examples for {len(data)} training examples.")
+        of_queries = stored.features(asked, queries=True, compute=compute)
+        # Checks the shapes on the way.
+        from_features(stored.blocks, features[:0], of_queries)
+        weights = torch.cat([block.weights for block in stored.blocks])
+        # Each query is ranked on its own list, so that it gets the same answer in any company.
+        lists = by_features(features, of_queries * weights.to(of_queries), shortlist)
+        rows, place = lists.unique(return_inverse=True)
+        scores = self.unstored().influence(data.take(rows.numpy()), asked, unit=unit, compute=compute)
+        return best_of(scores.gather(1, place), lists, min(k, len(data)))
 
     def save(self, path: str | Path) -> None:
         """Write the fit to a new directory, to be read back by `eigentrace.load`."""
@@ -148,117 +326,17 @@ class ProjectedFit(Fitted):
             "double": self.task.is_double_copy,
         }
         if self.distilled is None or self.cut is None:
-            more, files = self._blocks_on_disk()
+            more, files = saved.blocks_on_disk(self.blocks, self.task)
         else:
-            more, files = _cut_on_disk(self.distilled, self.cut)
+            more, files = saved.cut_on_disk(self.distilled, self.cut, self.coordinates)
         artifact.write(Path(path), manifest | more, files)
-
-    def _blocks_on_disk(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        files = {}
-        for number, block in enumerate(self.blocks):
-            tensors = {"weights": block.weights} | _rows_tensors(block.rows)
-            if block.state is not None:
-                tensors |= {f"state.{name}": value for name, value in self.task.canonical(block.state.load()).items()}
-            files[f"block-{number}.safetensors"] = tensors
-        records = [{"identity": block.identity, "state": block.state is not None} for block in self.blocks]
-        return {"blocks": records}, files
 
     def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
         what: What = "measurements" if queries else "losses"
-        total = torch.zeros(len(data), dtype=self.task.layout.dtype, device="cpu")
-        for block in self.blocks:
-            with self._at(block) as task:
-                norms = unit_gradients or block.identity != 0
-                job = Job.of(task, what, block.rows, norms, compute)
-                for batch, found in project(job, data, "Self-influence"):
-                    weights = block.weights.to(found.features)
-                    scores = found.features.square() @ weights
-                    if norms:
-                        scores = scores + block.identity * found.squares()
-                    if unit_gradients:
-                        scores = over(scores, found.squares())
-                    total[batch.rows] += scores.cpu()
-        return total
+        return self_scores(self.task, self.blocks, data, what, unit_gradients, compute)
 
     def _cross(self, train: Data, queries: Data, *, unit_gradients: bool, compute: Compute) -> Tensor:
-        total = torch.zeros(len(queries), len(train), dtype=self.task.layout.dtype, device="cpu")
-        for block in self.blocks:
-            with self._at(block) as task:
-                start = 0
-                for asked in self._questions(block, task, queries, unit_gradients, compute):
-                    stop = start + len(asked.left)
-                    job = Job.of(task, "losses", asked.rows, unit_gradients, compute)
-                    for batch, found in project(job, train, "Influence"):
-                        scores = asked.left @ found.features.T
-                        if unit_gradients:
-                            scores = over(scores, found.squares().sqrt())
-                        total[start:stop, batch.rows] += scores.cpu()
-                    start = stop
-        return total
-
-    def _questions(
-        self, block: Block, task: Task, queries: Data, unit_gradients: bool, compute: Compute
-    ) -> Iterator["_Question"]:
-        """Put queries in a form that one pass over the training data answers.
-
-        Without an identity term, K numbers per query do, whatever their number. With one, the gradients of the
-        queries travel as rows themselves, as many at a time as fit in memory.
-        """
-        if block.identity == 0:
-            lefts = []
-            asked = Job.of(task, "measurements", block.rows, unit_gradients, compute)
-            for _, found in project(asked, queries):
-                left = found.features * block.weights.to(found.features)
-                lefts.append(over(left, found.squares().sqrt()[:, None]) if unit_gradients else left)
-            yield _Question(torch.cat(lefts), block.rows)
-            return
-        asked = Job.of(task, "measurements", compute=compute)
-        for rows in in_chunks(gradients(asked, queries), asked.budget):
-            if unit_gradients:
-                rows = over(rows, rows.norm(dim=1, keepdim=True))  # noqa: PLW2901
-            phi = apply(block.rows, task.layout.unflatten(rows))
-            eye = torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
-            left = torch.cat([phi * block.weights.to(phi), block.identity * eye], dim=1)
-            yield _Question(left, StackedRows((block.rows, DenseRows(rows, task.layout))))
-
-    def _block_features(self, block: Block, data: Data, what: What, compute: Compute) -> Tensor:
-        result = torch.empty(len(data), block.rows.count, dtype=self.task.layout.dtype, device="cpu")
-        with self._at(block) as task:
-            for batch, found in project(Job.of(task, what, block.rows, compute=compute), data):
-                result[batch.rows] = found.features.cpu()
-        return result
-
-    @contextmanager
-    def _at(self, block: Block) -> Iterator[Task]:
-        with self.task.session():
-            yield self.task if block.state is None else self.task.at(block.state.load())
-
-
-@dataclass(frozen=True)
-class _Question:
-    """Queries as coefficients over rows: their scores are left @ features(train)ᵀ."""
-
-    left: Tensor  # (q, k)
-    rows: Rows
-
-
-def _cut_on_disk(distilled: Distilled, cut: Cut) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """Store a cut as all eigenpairs and how they are cut: its block is made again on loading."""
-    spectrum = distilled.spectrum
-    tensors = {"directions": distilled.directions, "eigenvalues": spectrum.eigenvalues}
-    if spectrum.residuals is not None:
-        tensors["residuals"] = spectrum.residuals
-    record = {"cut": {key: plain(value) for key, value in dataclasses.asdict(cut).items()}}
-    ending = {"ending": spectrum.ending.name, "num_products": spectrum.num_products}
-    return record | ending, {"eigenpairs.safetensors": tensors}
-
-
-def _rows_tensors(rows: Rows) -> dict[str, Tensor]:
-    if isinstance(rows, DenseRows):
-        return {"rows": rows.matrix}
-    if isinstance(rows, UnitRows):
-        return {"index": rows.index}
-    raise UnsupportedError(f"Rows of kind {type(rows).__name__} cannot be saved.")
+        return cross_scores(self.task, self.blocks, train, queries, unit_gradients, compute)
 
 
 def load(path: str | Path, task: Task) -> ProjectedFit:
@@ -283,39 +361,12 @@ def load(path: str | Path, task: Task) -> ProjectedFit:
 def _assemble(path: Path, manifest: dict[str, Any], task: Task) -> ProjectedFit:
     shared = {key: manifest[key] for key in ("method", "num_train", "has_curvature")}
     if "cut" in manifest:
-        distilled = _read_eigenpairs(path, manifest, task.layout)
-        return ProjectedFit(task, (), **shared, distilled=distilled, cut=Cut(**manifest["cut"])).distill()
-    blocks = [_read_block(path, n, record, task.layout) for n, record in enumerate(manifest["blocks"])]
+        distilled = saved.read_eigenpairs(path, manifest, task.layout)
+        coordinates = None
+        if "coordinates" in manifest:
+            tensors = artifact.read_tensors(path / "coordinates.safetensors")
+            coordinates = Coordinates.of_tensors(tensors, len(distilled.spectrum.eigenvalues), task.layout)
+        cut = Cut(**manifest["cut"])
+        return ProjectedFit(task, (), **shared, distilled=distilled, cut=cut, coordinates=coordinates).distill()
+    blocks = [saved.read_block(path, n, record, task.layout) for n, record in enumerate(manifest["blocks"])]
     return ProjectedFit(task, tuple(blocks), **shared)
-
-
-def _read_eigenpairs(path: Path, manifest: dict[str, Any], layout: Layout) -> Distilled:
-    tensors = artifact.read_tensors(path / "eigenpairs.safetensors")
-    ending, products = Ending[manifest["ending"]], manifest["num_products"]
-    spectrum = Spectrum(tensors["eigenvalues"], tensors.get("residuals"), ending, products)
-    directions = _rows_of(tensors, "directions", len(spectrum.eigenvalues), layout)
-    # Rows go back to where the basis they come from was held.
-    on_host = manifest["method"].get("basis", {}).get("place") == "host"
-    return Distilled(directions if on_host else directions.to(layout.device), spectrum)
-
-
-def _read_block(path: Path, number: int, record: dict[str, Any], layout: Layout) -> Block:
-    tensors = artifact.read_tensors(path / f"block-{number}.safetensors")
-    rows: Rows = (
-        UnitRows(tensors["index"], layout)
-        if "index" in tensors
-        else DenseRows(_rows_of(tensors, "rows", len(tensors["weights"]), layout).to(layout.device), layout)
-    )
-    state = {key.removeprefix("state."): t for key, t in tensors.items() if key.startswith("state.")}
-    return Block(rows, tensors["weights"], record["identity"], Checkpoint(state) if record["state"] else None)
-
-
-def _rows_of(tensors: dict[str, Tensor], name: str, count: int, layout: Layout) -> Tensor:  # (K, P), on the host
-    found = tensors[name]
-    # Rows of a bfloat16 basis stay as they were held.
-    if found.shape != (count, layout.numel) or found.dtype not in (layout.dtype, torch.bfloat16):
-        raise MismatchError(
-            f"The saved {name} are {tuple(found.shape)} of {found.dtype}, expected {(count, layout.numel)} of "
-            f"{layout.dtype} or bfloat16: the file was edited or belongs to another fit. Save it again."
-        )
-    return found

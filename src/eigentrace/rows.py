@@ -144,6 +144,30 @@ class Rotation:
     right: Tensor | None  # (R, s)
     pairs: Tensor  # (2, k) columns of left and of right
 
+    def trimmed(self) -> "Rotation":
+        """Return the same coordinates without the columns that none of them uses."""
+        left, row = _used(self.left, self.pairs[0])
+        right, column = _used(self.right, self.pairs[1])
+        return Rotation(left, right, torch.stack([row, column]))
+
+    def picked(self, index: Tensor) -> "Rotation":
+        """Return some of the coordinates."""
+        return Rotation(self.left, self.right, self.pairs[:, index]).trimmed()
+
+
+def _used(basis: Tensor | None, columns: Tensor) -> tuple[Tensor | None, Tensor]:
+    if basis is None:
+        return None, columns
+    used, place = columns.unique(return_inverse=True)
+    return basis[:, used].contiguous(), place
+
+
+def matrix_shape(layout: Layout, name: str) -> tuple[int, int]:
+    """Read a parameter as a matrix: its first dimension, and all others together."""
+    shape = layout.shapes[layout.names.index(name)]
+    length = shape[0] if shape else 1
+    return length, shape.numel() // max(length, 1)
+
 
 @dataclass(frozen=True)
 class RotatedPart:
@@ -157,9 +181,14 @@ class RotatedPart:
         """Turn the factors and take the coordinates, some examples at a time where gradients come written out."""
         rotation, count = self.rotation, self.rotation.pairs.shape[1]
         if isinstance(form, Outer) and form.groups == 1:
-            found = form.rotate(rotation.left, rotation.right, rotation.pairs)
+            found = form.rotate(rotation.left, rotation.right, rotation.pairs, budget)
+        elif rotation.left is None and rotation.right is None:
+            found = form.pick(rotation.pairs[0] * self.shape[1] + rotation.pairs[1])
         else:
-            written = [self._of_written(form.write(i, i + 1)) for i in range(form.examples)]
+            # Gradients, what turning one side makes of them, and both sides; in at least four bytes each.
+            at_once = max(1, budget // (24 * max(self.shape[0] * self.shape[1], 1)))
+            starts = range(0, form.examples, at_once)
+            written = [self._of_written(form.write(i, min(i + at_once, form.examples))) for i in starts]
             found = torch.cat(written)
         out[:, self.offset : self.offset + count] += found.to(out.dtype)
 
@@ -205,7 +234,7 @@ class RotatedRows:
             rotation, span = self.rotations[name], self.layout.span(name)
             for k, (i, j) in enumerate(rotation.pairs.T.tolist()):
                 if start <= offset + k < stop:
-                    L, R = self._shape(name)
+                    L, R = matrix_shape(self.layout, name)
                     left = _column(rotation.left, i, L, rows)
                     right = _column(rotation.right, j, R, rows)
                     rows[offset + k - start, span] = torch.outer(left, right).flatten()
@@ -217,19 +246,27 @@ class RotatedRows:
         for other in self._names:
             rotation = self.rotations[other]
             if other == name:
-                yield RotatedPart(rotation, self._shape(name), offset)
+                yield RotatedPart(rotation, matrix_shape(self.layout, name), offset)
             offset += rotation.pairs.shape[1]
 
-    def _shape(self, name: str) -> tuple[int, int]:
-        shape = self.layout.shapes[self.layout.names.index(name)]
-        length = shape[0] if shape else 1
-        return length, shape.numel() // max(length, 1)
+    def picked(self, index: Tensor) -> "RotatedRows":  # (k,) ascending
+        """Return some of the rows."""
+        rotations, offset = {}, 0
+        for name in self._names:
+            count = self.rotations[name].pairs.shape[1]
+            here = index[(index >= offset) & (index < offset + count)] - offset
+            if len(here):
+                rotations[name] = self.rotations[name].picked(here.to(self.rotations[name].pairs.device))
+            offset += count
+        return RotatedRows(rotations, self.layout)
 
 
 def _column(basis: Tensor | None, index: int, size: int, like: Tensor) -> Tensor:
     if basis is not None:
         return basis[:, index].to(like)
-    return torch.eye(size, dtype=like.dtype, device=like.device)[index]
+    column = torch.zeros(size, dtype=like.dtype, device=like.device)
+    column[index] = 1.0
+    return column
 
 
 @dataclass(frozen=True)

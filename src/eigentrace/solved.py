@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eigentrace.checkpoints import Checkpoint
 from eigentrace.compute import Compute
 from eigentrace.data import Data
 from eigentrace.distill import Spectrum
@@ -88,23 +89,37 @@ class SolvedFit(RowlessFit):
 
 @dataclass(frozen=True)
 class LossFit(RowlessFit):
-    """The loss of each example as its score."""
+    """The loss of each example as its score, averaged over the states of the model it is taken at."""
 
     task: Task
     method: dict[str, Any]
     num_train: int
+    states: tuple[Checkpoint | None, ...] = (None,)
+    """Where Θ is taken; the model's own parameters if None."""
     has_curvature: bool = False
 
     def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
         if unit_gradients:
-            raise UnsupportedError("Loss uses no gradients, so normalize='gradient' has no meaning: use None.")
-        scores = torch.empty(len(data), dtype=self.task.layout.dtype, device="cpu")
-        with self.task.session():
-            for batch in track(data.batches(), "Loss", len(data), len):
-                losses = self.task.losses(self.task.params, self.task.place(batch.values))
-                check_losses(losses, batch.rows)
-                scores[batch.rows] = losses.to(scores)
-        return scores
+            raise UnsupportedError(
+                f"{self.method['name']} uses no gradients, so normalize='gradient' has no meaning: use None."
+            )
+        total = torch.zeros(len(data), dtype=torch.float64, device="cpu")
+        for state in self.states:
+            with self.task.session():
+                total += losses_of(self.task if state is None else self.task.at(state.load()), data)
+        return (total / len(self.states)).to(self.task.layout.dtype)
 
     def _cross(self, train: Data, queries: Data, *, unit_gradients: bool, compute: Compute) -> Tensor:
-        raise UnsupportedError("Loss scores single examples, not pairs: use Arnoldi or TracIn for influence.")
+        raise UnsupportedError(
+            f"{self.method['name']} scores single examples, not pairs: use Arnoldi or TracIn for influence."
+        )
+
+
+def losses_of(task: Task, data: Data) -> Tensor:  # (N,) float64
+    """Evaluate the loss of every example, inside the caller's session."""
+    losses = torch.empty(len(data), dtype=torch.float64, device="cpu")
+    for batch in track(data.batches(), "Losses", len(data), len):
+        found = task.losses(task.params, task.place(batch.values))
+        check_losses(found, batch.rows)
+        losses[batch.rows] = found.to(losses)
+    return losses

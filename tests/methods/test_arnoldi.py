@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import eigentrace as et
 from eigentrace.errors import ConvergenceWarning, InputError, NumericalError, TaskError, UnsupportedError
 from eigentrace.krylov import Ending
-from models import dense_gradients, dense_hessian
+from models import Case, dense_gradients, dense_hessian
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +153,56 @@ def test_too_few_steps_are_told(problem):
     with pytest.warns(ConvergenceWarning, match=re.escape("Raise `steps` or lower `keep`")):
         fitted = et.Arnoldi(steps=12, keep=12).fit(task, data)
     assert fitted.spectrum.converged is False
+
+
+@pytest.mark.parametrize(("dtype", "tol"), [(torch.float64, 1e-7), (torch.float32, 2e-2)])
+def test_at_the_numerical_rank_the_tail_is_a_damped_inverse(dtype, tol):
+    # Six examples and three classes: Gauss-Newton has rank 12 of 18, so pairs at rounding level are asked for.
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model, x, y = nn.Linear(5, 3).double(), torch.randn(6, 5).double(), torch.tensor([0, 1, 2, 2, 1, 0])
+    double = Case(et.classification(model), [(x, y)], [(x[:2] + 0.3, y[1:3])])
+    H = dense_hessian(double, "gauss-newton")
+    train, asked = (dense_gradients(double.task, b) for b in (double.batches, double.queries))
+    single = et.classification(nn.Linear(5, 3).to(dtype))
+    single.model.load_state_dict({name: value.to(dtype) for name, value in model.state_dict().items()})
+    batches, queries = ([(a.to(dtype), b) for a, b in group] for group in (double.batches, double.queries))
+    fitted = et.Arnoldi(steps=18, keep=18, sample=None).fit(single, batches)
+    assert 12 <= len(fitted.spectrum.eigenvalues) < 18
+    largest = float(fitted.spectrum.eigenvalues[0])
+    assert fitted.delta >= 0.999e-4 * largest
+    damped = torch.linalg.inv(H + fitted.delta * torch.eye(18).double())
+    expected = asked @ damped @ train.T
+    assert (fitted.influence(batches, queries) - expected).norm() < tol * expected.norm()
+    assert (fitted.self_influence(batches) > 0).all()
+
+
+def test_an_unsettled_delta_is_never_too_large(problem):
+    # Ritz values of a positive matrix stay below the eigenvalues they tend to, so too few steps make δ too small.
+    task, data = problem
+    settled = et.Arnoldi(steps=100, keep=12).fit(task, data)
+    with pytest.warns(ConvergenceWarning):
+        hasty = et.Arnoldi(steps=14, keep=12).fit(task, data)
+    assert hasty.delta < settled.delta
+    assert (hasty.self_influence(data) > 0).all()
+
+
+def test_nothing_but_negative_curvature_is_a_gradient_product(cases):
+    class Cap(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([0.1, -0.2, 0.3], dtype=torch.float64))
+
+        def forward(self, x):
+            return (x @ self.w).cos()
+
+    task = et.Task(Cap(), lambda model, batch: model(batch))
+    data = et.Data.from_batches([0.3 * torch.randn(20, 3, dtype=torch.float64)])
+    fitted = et.Arnoldi(steps=3, keep=3).fit(task, data)
+    assert (fitted.spectrum.eigenvalues < 0).all()
+    product = et.TracIn().fit(task, data).influence(data, data)
+    assert torch.allclose(fitted.influence(data, data), product / fitted.delta)
+    assert fitted.delta == pytest.approx(float(fitted.spectrum.eigenvalues[-1].abs()))
 
 
 def test_layers_are_restricted_by_one_argument(cases):

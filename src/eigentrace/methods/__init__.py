@@ -4,5 +4,20 @@ from eigentrace.methods.arnoldi import Arnoldi, InverseArnoldi
 from eigentrace.methods.exact import ExactHessian
 from eigentrace.methods.gradient import Loss, RandProj, RandSelect, TracIn
 from eigentrace.methods.lissa import Lissa
+from eigentrace.methods.losses import MeanLoss
+from eigentrace.methods.support import Support
+from eigentrace.methods.tangent import TangentRidge
 
-__all__ = ["Arnoldi", "ExactHessian", "InverseArnoldi", "Lissa", "Loss", "RandProj", "RandSelect", "TracIn"]
+__all__ = [
+    "Arnoldi",
+    "ExactHessian",
+    "InverseArnoldi",
+    "Lissa",
+    "Loss",
+    "MeanLoss",
+    "RandProj",
+    "RandSelect",
+    "Support",
+    "TangentRidge",
+    "TracIn",
+]

@@ -1,12 +1,13 @@
 """The paper's method: diagonalise the curvature once in its dominant Krylov subspace, then score by K numbers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from eigentrace.coordinates import check_wanted
 from eigentrace.curvature import Curvature, Kind, compiling_pays, resolve_kind
 from eigentrace.data import Data
 from eigentrace.distill import Cut, Tail, distill, warn_unless_converged
@@ -17,10 +18,14 @@ from eigentrace.methods.method import ready
 from eigentrace.probe import check_curvature
 from eigentrace.products import Precision
 from eigentrace.projected import Block, ProjectedFit
+from eigentrace.reliability import rank_agreement
 from eigentrace.rows import DenseRows
 from eigentrace.settings import check_counts, settings_of
 from eigentrace.task import Task
 from eigentrace.vector import normal
+
+# Coordinates along which a shaped tail has its shape, unless told: beyond them energies are far below δ (docs/tail.md).
+SHAPED_COORDINATES = 1024
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,10 @@ class Arnoldi:
     curvature: Kind = "auto"
     """"hessian", "gauss-newton", or "auto": the latter where the task knows its outputs."""
     tail: Tail = "auto"
-    """δ that stands for all directions not kept: "auto" is |λ_K|, None the paper's truncation, or a number."""
+    """δ that stands for all directions not kept: "auto" is |λ_K|, "shaped" adds the gradients' energy along
+    `coordinates` to it, None is the paper's truncation, or a number."""
+    coordinates: int | float | None = None
+    """R, coordinates that stand for the tail: a count, or a share of its energy. None: 1024 if it is shaped, else 0."""
     positive_only: bool = False
     """Drop directions of negative curvature after taking the top K, as the paper does at saddle points."""
     sample: int | None = 8192
@@ -49,10 +57,14 @@ class Arnoldi:
     """Type, place and number of the Krylov vectors held."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the products: a minute or more at first, then about twice the speed. "auto" where that pays on a GPU."""
+    reliability: bool = False
+    """Fit twice more, on disjoint halves of the sample, and keep how far their ranks agree as `fitted.reliability`."""
 
     def __post_init__(self) -> None:
         check_counts(1, steps=self.steps, keep=self.keep)
         check_counts(0, seed=self.seed)
+        if not isinstance(self.reliability, bool):
+            raise InputError(f"reliability must be True or False, got {self.reliability!r}.")
         if not isinstance(self.compile, bool) and self.compile != "auto":
             raise InputError(f"compile must be True, False or 'auto', got {self.compile!r}.")
         if self.sample is not None:
@@ -65,6 +77,8 @@ class Arnoldi:
                 "keep is a good start), or lower keep."
             )
         Cut(self.keep, self.tail, self.positive_only)
+        if self.coordinates is not None:
+            check_wanted(self.coordinates)
         if self.basis.max_vectors is not None and self.keep > self.basis.carried:
             raise InputError(
                 f"Restarting with {self.basis.carried} carried vectors cannot settle keep={self.keep} pairs. Raise "
@@ -84,8 +98,13 @@ class Arnoldi:
                 krylov = lanczos(curvature.matvec, start, self.steps, basis=self.basis)
             distilled = distill(krylov, self.keep)
         warn_unless_converged(distilled.spectrum)
-        cut = Cut(self.keep, self.tail, self.positive_only)
-        return ProjectedFit.of(task, distilled, cut, settings_of(self), size)
+        wanted = SHAPED_COORDINATES if self.coordinates is None and self.tail == "shaped" else self.coordinates
+        cut = Cut(self.keep, self.tail if self.tail != "shaped" else "auto", self.positive_only)
+        settings = settings_of(self) | (
+            {"agreement": asdict(rank_agreement(self, task, data))} if self.reliability else {}
+        )
+        fitted = ProjectedFit.of(task, distilled, cut, settings, size)
+        return fitted if wanted is None else fitted.with_coordinates(data, wanted).distill(tail=self.tail)
 
     def _curvature(self, task: Task, data: Data, generator: torch.Generator) -> Curvature:
         rows = None if self.sample is None else data.sample(self.sample, generator)

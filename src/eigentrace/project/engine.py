@@ -1,6 +1,6 @@
 """What every projection engine takes and gives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -9,10 +9,27 @@ from torch import Tensor
 
 from eigentrace.compute import Compute
 from eigentrace.errors import UnsupportedError
+from eigentrace.forms import Form
 from eigentrace.rows import Rows, none
 from eigentrace.task import Task, Values
 
 PerExample = Callable[[Values, Any], Tensor]
+
+
+class Gather(Protocol):
+    """Takes the gradients of every parameter that has a layer rule, as forms, while one pass goes back."""
+
+    def receive(self, name: str, form: Form) -> None:
+        """Take one use's gradients of a parameter."""
+        ...
+
+    def finish(self) -> None:
+        """Take note that the pass is over."""
+        ...
+
+
+# Made for every pass, from how often each parameter sends a gradient and which ones have no rule.
+MakeGather = Callable[[Mapping[str, int], Mapping[str, str]], Gather]
 
 
 @dataclass(frozen=True)
@@ -24,6 +41,8 @@ class Projection:
     losses: Tensor  # (B,) the function that was differentiated
     read: frozenset[str] = frozenset()
     """Functions by which the model read numbers of the batch into Python, where that is known."""
+    gathered: tuple[Gather, ...] = ()
+    """What the passes of a job with `gather` took, if the layerwise engine did them."""
 
     def squares(self) -> Tensor:  # (B,)
         """Return the squared norms of a job that asked for them."""
@@ -41,6 +60,7 @@ def joined(parts: list[Projection]) -> Projection:
         torch.cat([part.features for part in parts]),
         None if squares[0] is None else torch.cat(squares),  # type: ignore[arg-type]
         torch.cat([part.losses for part in parts]),
+        gathered=tuple(gather for part in parts for gather in part.gathered),
     )
 
 
@@ -53,6 +73,7 @@ class Job:
     rows: Rows
     norms: bool = False
     compute: Compute = field(default_factory=Compute)
+    gather: MakeGather | None = None
 
     @staticmethod
     def of(

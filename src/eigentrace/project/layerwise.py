@@ -18,7 +18,7 @@ from eigentrace.errors import NumericalError, UnsupportedError
 from eigentrace.forms import Direct, Form
 from eigentrace.outer import Outer, square_norms
 from eigentrace.project.compiled_pass import CompiledPass
-from eigentrace.project.engine import Engine, Job, Projection
+from eigentrace.project.engine import Engine, Gather, Job, Projection
 from eigentrace.project.taps import Plan, Taps, UnplannedError, returned, survey
 from eigentrace.project.traces import READ_MANY
 from eigentrace.project.watch import Watched
@@ -50,6 +50,7 @@ class Collected:
     budget: int
     uses: Mapping[str, int]
     skipped: Mapping[str, str]
+    gather: Gather | None = None
     waiting: dict[str, list[Form]] = field(default_factory=dict)
     small: dict[str, Tensor] = field(default_factory=dict)
 
@@ -58,6 +59,8 @@ class Collected:
         for name, own in returned(watched, form):
             if name in self.skipped:
                 continue
+            if self.gather is not None:
+                self.gather.receive(name, own)
             if isinstance(own, Direct) and self.uses[name] == 1:
                 self._hold(name, own)
             elif self.squares is not None and self.uses[name] == 1 and isinstance(own, Outer):
@@ -70,6 +73,8 @@ class Collected:
     def finish(self) -> None:
         """Multiply what is held, and take the norms of what never got all the gradients it was waiting for."""
         self._release()
+        if self.gather is not None:
+            self.gather.finish()
         for name in list(self.waiting):
             self._settle(name)
 
@@ -142,7 +147,7 @@ class Way:
             return found
         other = self.rest(narrowed(job, list(self.plan.without_rule)), batch, size)
         squares = found.squares() + other.squares() if job.norms else None
-        return Projection(found.features + other.features, squares, found.losses)
+        return replace(found, features=found.features + other.features, square_norms=squares)
 
 
 class Layerwise:
@@ -229,6 +234,7 @@ class Layerwise:
 
     def _differs(self, job: Job, batch: Any, size: int, found: Projection, example: int, copies: int) -> bool:
         """Tell whether copies of an example by themselves give other numbers than it got in its batch."""
+        job = replace(job, gather=None)
         try:
             own = self._ways[0].plainly(job, select(batch, torch.full((copies,), example), size), copies)
         except UnplannedError:
@@ -258,13 +264,14 @@ def tapped(plan: Plan, job: Job, batch: Any, size: int) -> Projection:
     layout = job.task.layout
     features = torch.zeros(size, job.rows.count, dtype=layout.dtype, device=layout.device)
     squares = torch.zeros(size, dtype=layout.dtype, device=layout.device) if job.norms else None
-    collected = Collected(job, features, squares, job.budget, plan.uses, plan.without_rule)
+    gather = None if job.gather is None else job.gather(plan.uses, plan.without_rule)
+    collected = Collected(job, features, squares, job.budget, plan.uses, plan.without_rule, gather)
     taps = Taps(plan, size, layout.device, collected.receive)
     values = job.task.detached()
     with kernels(job):
         losses = taps.run(job.task.params, batch, lambda part: job.function(values, part), job.task.is_bf16)
     collected.finish()
-    return Projection(features, squares, losses, taps.read)
+    return Projection(features, squares, losses, taps.read, () if gather is None else (gather,))
 
 
 def kernels(job: Job) -> AbstractContextManager[None]:

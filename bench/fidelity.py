@@ -1,0 +1,180 @@
+"""How well scores predict retraining: the tail and its δ, stored features, ensembles, in several training regimes.
+
+python -m bench.fidelity                          # everything: minutes on a GPU, hours on a CPU
+python -m bench.fidelity --regimes mlp,logistic   # results merge
+python -m bench.fidelity --small                  # 200 examples, to see that all runs
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import eigentrace as et
+from bench.command import choices, say, start
+from bench.fidelity_page import (
+    DELTAS,
+    KS,
+    REGIMES,
+    SIZES,
+    STORED_TAILS,
+    TAILS,
+    grid_cell,
+    render,
+    stored_cell,
+    tail_cell,
+)
+from bench.measure import Cell, attempt
+from bench.peers import truth
+from bench.peers.problem import Problem, Spec, make_problem
+from bench.peers.problems import PROBLEMS, SMALL
+from bench.record import Recorder, merged, read, stem, write
+from eigentrace.evaluate import Retrained, lds
+from eigentrace.projected import ProjectedFit
+
+_BOOTSTRAP = 200
+# K of the cells about storing and ensembles, and what a shortlist is asked for.
+_K, _TOP, _SHORTLIST, _ASKED = 100, 20, 200, 50
+_GRID_FROM = 50
+"""The goal for δ is about K from here on."""
+
+
+def specs(small: bool) -> dict[str, Spec]:
+    """Return the problem of each regime: the peers' two, and three more trainings of the network."""
+    source = SMALL if small else PROBLEMS
+    found = {"logistic": source["mnist-lr"], "mlp": source["mnist-mlp"]}
+    for name, (lr, epochs) in REGIMES.items():
+        recipe = replace(found["mlp"].recipe, lr=lr, epochs=min(epochs, 2) if small else epochs)
+        found[name] = replace(found["mlp"], name=f"mnist-{name}", recipe=recipe, models=1)
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what the command line asks for; return how many numbers failed."""
+    settings = _parser().parse_args(argv)
+    path = settings.out / f"{stem('fidelity', small=settings.small)}.json"
+    failures = 0
+    for other in settings.merge or ():
+        write(path, merged(read(path), read(other)))
+    if not (settings.merge or settings.render):
+        run = start("fidelity", settings, argv)
+        cache = settings.cache / "small" if settings.small else settings.cache
+        for name in settings.regimes:
+            spec = specs(settings.small)[name]
+            problem = make_problem(spec, None, cache, run.device)
+            if truth.read_truth(truth.place(cache, spec.name), problem) is None:
+                truth.make_truth(problem, cache, small=settings.small)
+            facts = {"title": name, "parameters": problem.num_parameters, "settings": spec.settings}
+            recorder = Recorder(run, path, name, facts)
+            failures += Regime(problem, truth.read_truth(truth.place(cache, spec.name), problem), recorder).measure()
+    render(settings.out, settings.small)
+    return failures
+
+
+class Regime:
+    """One training, with everything that is asked about it."""
+
+    def __init__(self, problem: Problem, retrained: Retrained, recorder: Recorder) -> None:
+        self.problem, self.retrained, self.recorder = problem, retrained, recorder
+        # A GPU is quickest with all of so little data at once.
+        size = problem.num_train if problem.device.type == "cuda" else problem.spec.batch
+        self.train = et.Data(problem.train_set, batch_size=size)
+        self.queries = et.Data(problem.query_set, batch_size=size)
+        most = problem.spec.steps // 2
+        self.ks = [k for k in KS if k <= most] or [max(1, most)]
+        self.k = min(_K, self.ks[-1])
+        self.failures = 0
+
+    def measure(self) -> int:
+        """Fill the cells; return how many failed."""
+        fitted = self._fit(0)
+        self._cell("gradient", lambda: self._fidelity(self._gradients(0)))
+        for keep, tail in product(self.ks, TAILS):
+            self._cell(tail_cell(tail, keep), partial(self._of, fitted.distill(keep, tail)))
+        for keep, delta in product(self.ks, DELTAS):
+            if keep >= _GRID_FROM:
+                self._cell(grid_cell(keep, delta), partial(self._of, fitted.distill(keep, delta), bootstrap=1))
+        held = 0 if fitted.coordinates is None else fitted.coordinates.count
+        for size, tail in product((size for size in SIZES if size <= held), STORED_TAILS):
+            self._cell(stored_cell(tail, self.k, size), partial(self._of_stored, fitted.distill(self.k, tail), size))
+        if self.problem.spec.models > 1:
+            self._ensembles()
+        return self.failures
+
+    def _fit(self, index: int) -> ProjectedFit:
+        spec = self.problem.spec
+        task = et.classification(self.problem.at(index).model())
+        wanted = min(max(SIZES), self.problem.num_parameters)
+        method = et.Arnoldi(steps=spec.steps, keep=self.ks[-1], sample=None, coordinates=wanted, compile=False)
+        return method.fit(task, self.train)
+
+    def _gradients(self, index: int) -> Tensor:  # (Q, N)
+        task = et.classification(self.problem.at(index).model())
+        return et.TracIn().fit(task, self.train).influence(self.train, self.queries)
+
+    def _of(self, fitted: ProjectedFit, bootstrap: int = _BOOTSTRAP) -> Cell:
+        found = self._fidelity(fitted.influence(self.train, self.queries), bootstrap)
+        return found | {"delta": fitted.delta}
+
+    def _of_stored(self, fitted: ProjectedFit, size: int) -> Cell:
+        """Measure scores from stored features, and whether a shortlist of them holds the strongest examples."""
+        stored = fitted.stored(coordinates=size)
+        features = stored.features(self.train)
+        found = self._fidelity(stored.from_features(features, stored.features(self.queries, queries=True)))
+        asked = self.queries.take(list(range(min(_ASKED, len(self.queries)))))
+        top, few = min(_TOP, len(self.train)), min(_SHORTLIST, len(self.train))
+        ranked = stored.influence_topk(self.train, asked, top, features=features, shortlist=few)
+        exact = fitted.influence(self.train, asked).topk(top, dim=1).indices
+        overlap = (ranked.proponents[:, :, None] == exact[:, None, :]).any(dim=2).float().mean()
+        more = {"bytes": stored.bytes_per_example, "captured": stored.captured, "overlap": 100 * float(overlap)}
+        return found | more
+
+    def _ensembles(self) -> None:
+        """Average over all networks, which were trained from different seeds."""
+        indices = range(self.problem.spec.models)
+        fits = [self._fit(index) for index in indices]
+        self._cell("gradient/ensemble", lambda: self._fidelity(torch.stack([*map(self._gradients, indices)]).mean(0)))
+        for tail, keep in product(TAILS, self.ks[-2:]):
+            members = [fitted.distill(keep, tail) for fitted in fits]
+            self._cell(f"{tail_cell(tail, keep)}/ensemble", partial(self._of_ensemble, members))
+
+    def _of_ensemble(self, members: Sequence[ProjectedFit]) -> Cell:
+        scores = et.Ensemble(members).influence(self.train, self.queries)
+        return self._fidelity(scores) | {"models": len(members)}
+
+    def _fidelity(self, scores: Tensor, bootstrap: int = _BOOTSTRAP) -> Cell:  # (Q, N)
+        found = lds(scores, self.retrained, num_bootstrap=bootstrap)
+        low, high = found.interval
+        interval = {} if bootstrap == 1 else {"lds_low": 100 * low, "lds_high": 100 * high}
+        return {"lds": 100 * found.mean} | interval
+
+    def _cell(self, name: str, work: Callable[[], Cell]) -> None:
+        cell = self.recorder.add(name, attempt(work))
+        self.failures += "failed" in cell
+        text = cell["failed"] if "failed" in cell else f"LDS {cell['lds']:.1f}"
+        text += f", overlap {cell['overlap']:.1f}" if "overlap" in cell else ""
+        say(f"{self.recorder.model:18} {name:28} {text}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.fidelity", description="Scores against retraining.")
+    every = list(specs(small=False))
+    parser.add_argument("--regimes", type=choices(*every), default=every, help=",".join(every))
+    parser.add_argument("--small", action="store_true", help="200 examples and a few steps, to see that all runs")
+    parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
+    parser.add_argument("--cache", type=Path, default=Path("runs/peers"), help="keeps trained networks")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
+    parser.add_argument("--render", action="store_true", help="measure nothing, only write the tables again")
+    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+    parser.set_defaults(seconds=0.0, profile=False)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,151 @@
+"""The page of `bench.fidelity`: tables from its JSON, goals beside the numbers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from bench.measure import Cell
+from bench.record import Notes, Record, heading, judged, read, runs_of, shown, stem, table
+
+KS = (10, 20, 50, 100, 200)
+SIZES = (128, 256, 512, 1024, 4096)
+"""Numbers of stored coordinates."""
+DELTAS = tuple(10 ** (exponent / 2) for exponent in range(-7, 1))
+"""Eight values of δ, half a decade apart."""
+REGIMES = {"mlp-short": (0.01, 10), "mlp-fast": (0.05, 20), "mlp-slow": (0.002, 50)}
+"""Learning rate and epochs of the trainings beside the usual one."""
+TAILS: tuple[Literal["auto", "shaped"] | None, ...] = (None, "auto", "shaped")
+STORED_TAILS: tuple[Literal["auto", "shaped"], ...] = ("auto", "shaped")
+_NAMES = {None: "truncated, as in the paper", "auto": "tail, δ = λ_K", "shaped": "shaped tail"}
+# Goals, in percent.
+_MLP_GOAL, _LOGISTIC_GOAL, _GAIN_GOAL, _GRID_GOAL, _STORED_GOAL, _OVERLAP_GOAL = 43.0, 80.0, 1.4, 0.95, 0.9, 90.0
+
+
+def tail_cell(tail: str | None, keep: int) -> str:
+    """Name the cell of one cut."""
+    return f"{tail or 'truncated'}/{keep}"
+
+
+def grid_cell(keep: int, delta: float) -> str:
+    """Name the cell of one δ of the grid."""
+    return f"delta/{keep}/{delta:.3g}"
+
+
+def stored_cell(tail: str, keep: int, size: int) -> str:
+    """Name the cell of scores from stored features."""
+    return f"stored/{tail}/{keep}/{size}"
+
+
+def render(out: Path, small: bool) -> None:
+    """Write the tables from the JSON."""
+    name = stem("fidelity", small=small)
+    command = "python -m bench.fidelity" + (" --small" if small else "")
+    lines = heading("Scores against retraining" + (", small" if small else ""), command, name)
+    lines += [
+        "",
+        "LDS (linear datamodelling score) in percent: the rank correlation, over 100 random halves of 5,000 digits, "
+        "five networks trained on each, between the loss of a query and what the scores of its half predict, averaged "
+        "over 500 queries. Intervals are 95%, by bootstrap over queries and halves.",
+    ]
+    for machine, regimes in read(out / f"{name}.json").items():
+        lines += ["", f"## {machine}", *_machine(regimes, goals=not small), "", *runs_of(regimes)]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _machine(regimes: dict[str, Record], goals: bool) -> list[str]:
+    notes, lines = Notes(), []
+    for regime, record in regimes.items():
+        recipe = record["settings"]
+        lines += ["", f"### {regime}: learning rate {recipe['lr']:g}, {recipe['epochs']} epochs", ""]
+        keeps = [k for k in KS if tail_cell("auto", k) in record["cells"]]
+        lines += table(["method", *(f"K = {k}" for k in keeps)], _cuts(regime, record, keeps, goals, notes))
+        ensembles = list(_ensembles(record, keeps, notes))
+        if ensembles:
+            lines += ["", "Averaged over networks from ten seeds:", ""]
+            lines += table(["method", *(f"K = {k}" for k in keeps[-2:])], ensembles)
+    grid = [row for regime, record in regimes.items() for row in _grid(regime, record, goals, notes)]
+    if grid:
+        headings = ["regime", "K", "λ_K", "δ = λ_K", "best δ", "its LDS", "share of the best"]
+        lines += ["", "### δ = λ_K against a grid of eight", "", *table(headings, grid)]
+    stored = [row for regime, record in regimes.items() for row in _stored(regime, record, goals, notes)]
+    if stored:
+        headings = ["regime", "tail", "K", "R", "bytes", "energy held", "LDS", "of the exact", "top 20 rescored"]
+        lines += ["", "### From stored features", "", *table(headings, stored)]
+    return lines + (["", *notes.lines()] if notes.texts else [])
+
+
+def _cuts(regime: str, record: Record, keeps: list[int], goals: bool, notes: Notes) -> Iterator[list[str]]:
+    cells = record["cells"]
+    yield ["gradient similarity", *[_with_interval(cells.get("gradient"), notes)] * len(keeps)]
+    for tail in TAILS:
+        row = []
+        for keep in keeps:
+            cell, truncated = cells.get(tail_cell(tail, keep)), cells.get(tail_cell(None, keep))
+            text = _with_interval(cell, notes)
+            if goals and tail == "auto" and keep == 100 and cell and "lds" in cell:
+                goal = {"mlp": _MLP_GOAL, "logistic": _LOGISTIC_GOAL}.get(regime)
+                text = judged(text, cell["lds"], goal, at_least=True)
+                if regime == "mlp" and truncated and "lds" in truncated:
+                    gain = cell["lds"] / truncated["lds"]
+                    text += "; " + judged(f"{gain:.2f} × truncated", gain, _GAIN_GOAL, at_least=True)
+            row.append(text)
+        yield [_NAMES[tail], *row]
+
+
+def _ensembles(record: Record, keeps: list[int], notes: Notes) -> Iterator[list[str]]:
+    cells, last = record["cells"], keeps[-2:]
+    if "gradient/ensemble" in cells:
+        yield ["gradient similarity", *[_with_interval(cells["gradient/ensemble"], notes)] * len(last)]
+        for tail in TAILS:
+            found = [cells.get(f"{tail_cell(tail, keep)}/ensemble") for keep in last]
+            yield [_NAMES[tail], *(_with_interval(cell, notes) for cell in found)]
+
+
+def _grid(regime: str, record: Record, goals: bool, notes: Notes) -> Iterator[list[str]]:
+    cells = record["cells"]
+    for keep in KS:
+        own = cells.get(tail_cell("auto", keep))
+        tried = {d: cells[grid_cell(keep, d)] for d in DELTAS if "lds" in cells.get(grid_cell(keep, d), {})}
+        if not own or "lds" not in own or not tried:
+            continue
+        best = max(tried, key=lambda d: tried[d]["lds"])
+        share = own["lds"] / max(tried[best]["lds"], own["lds"])
+        yield [
+            regime,
+            f"{keep}",
+            f"{own['delta']:.2g}",
+            shown(own, "lds", ".1f", notes),
+            f"{best:.2g}",
+            shown(tried[best], "lds", ".1f", notes),
+            judged(f"{share:.3f}", share, _GRID_GOAL if goals else None, at_least=True),
+        ]
+
+
+def _stored(regime: str, record: Record, goals: bool, notes: Notes) -> Iterator[list[str]]:
+    cells = record["cells"]
+    for name, cell in cells.items():
+        if not name.startswith("stored/"):
+            continue
+        tail, keep, size = name.split("/")[1:]
+        exact = cells.get(tail_cell(tail, int(keep)))
+        if "lds" not in cell or not exact or "lds" not in exact:
+            yield [regime, tail, keep, size, "–", "–", shown(cell, "lds", ".1f", notes), "–", "–"]
+            continue
+        share, counts = cell["lds"] / exact["lds"], goals and regime == "mlp" and int(size) == 1024
+        yield [
+            regime,
+            {"auto": "flat"}.get(tail, tail),
+            keep,
+            size,
+            f"{cell['bytes']:,}",
+            f"{cell['captured']:.0%}",
+            _with_interval(cell, notes),
+            judged(f"{share:.2f}", share, _STORED_GOAL if counts else None, at_least=True),
+            judged(f"{cell['overlap']:.1f}", cell["overlap"], _OVERLAP_GOAL if counts else None, at_least=True),
+        ]
+
+
+def _with_interval(cell: Cell | None, notes: Notes) -> str:
+    text = shown(cell, "lds", ".1f", notes)
+    return f"{text} ({cell['lds_low']:.1f}–{cell['lds_high']:.1f})" if cell and "lds_low" in cell else text
