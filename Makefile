@@ -1,10 +1,12 @@
 # make demo   set up, run the paper's digit experiment, end with a report to open
 # make test   set up, run the fast tests
+# make peers  set up the peers in an environment of their own, run everything side by side
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+PEERS := .venv-peers
 
-.PHONY: setup demo test test-slow check format bench-small clean
+.PHONY: setup demo test test-slow check format bench-small peers clean
 
 setup: $(STAMP)
 
@@ -35,9 +37,20 @@ bench-small: setup
 	$(BIN)/python -m bench.projection --small
 	$(BIN)/python -m bench.curvature --small
 
+# Hours on a CPU; PEERS_OPTIONS="--problems digits --repeats 2" for some of it. docs/peers.md says what is compared.
+peers: $(PEERS)/.installed
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m bench.peers $(PEERS_OPTIONS)
+
+$(PEERS)/.installed: pyproject.toml constraints.txt bench/peers-requirements.txt bench/peers-needs.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt pip torch
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --editable . -r bench/peers-needs.txt
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r bench/peers-requirements.txt
+	touch $@
+
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv $(PEERS) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,177 @@
+"""Every method that can be imported, on the same trained model and data: seconds, memory and quality.
+
+python -m bench.peers                                    # everything; `make peers` installs the peers first
+python -m bench.peers --problems digits --repeats 2      # the better of two runs
+python -m bench.peers --problems mnist-mlp --retrain     # the ground truth of the counterfactuals, best on a GPU
+python -m bench.peers --small                            # 200 examples each, to see that all runs
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bench.command import choices, say, start
+from bench.measure import Cell, Run, attempt, described, reason
+from bench.peers import truth
+from bench.peers.method import METHODS, Entry, is_asked
+from bench.peers.page import render
+from bench.peers.problem import Problem, make_problem
+from bench.peers.problem import described as agreement
+from bench.peers.problems import EMBEDDED, PROBLEMS, SMALL
+from bench.record import Recorder, merged, read, stem, write
+
+NOT_INSTALLED = "not installed"
+_PRIVATE = ("--data", "--cache")
+"""Options whose values are the business of one machine."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what the command line asks for; return how many methods failed."""
+    settings = _parser().parse_args(argv)
+    torch.set_num_threads(1)
+    path = settings.out / f"{stem('peers', small=settings.small)}.json"
+    failures = 0
+    if settings.merge:
+        for other in settings.merge:
+            write(path, merged(read(path), read(other)))
+    elif not settings.render:
+        run = start("peers", settings, _public(argv))
+        for name in settings.problems or [name for name in PROBLEMS if settings.data or name in EMBEDDED]:
+            failures += _on_problem(name, run, path, settings)
+    render(settings.out, settings.small)
+    return failures
+
+
+def _on_problem(name: str, run: Run, path: Path, settings: argparse.Namespace) -> int:
+    spec = (SMALL if settings.small else PROBLEMS)[name]
+    cache = settings.cache / "small" if settings.small else settings.cache
+    try:
+        problem = make_problem(spec, settings.data, cache, run.device)
+        at = truth.place(cache, name)
+        if settings.retrain and problem.examples.num_queries and truth.read_truth(at, problem) is None:
+            truth.make_truth(problem, cache, small=settings.small)
+    except Exception as error:  # data that is not there must not end the other problems
+        say(f"{name}: {reason(error)}")
+        return 1
+    if settings.retrain:
+        return 0
+    facts = {"title": spec.title, "parameters": problem.num_parameters, "settings": spec.settings}
+    recorder = Recorder(run, path, name, facts | {"facts": _facts(problem)})
+    failures = 0
+    for entry in (METHODS[method] for method in settings.methods):
+        if not is_asked(entry, problem):
+            continue
+        cell = _cell(entry, problem, cache, settings)
+        say(f"{name:18} {entry.title:45} {_line(cell)}")
+        if "missing" in cell and _measured_before(path, run, name, entry):
+            continue
+        recorder.add(entry.name, cell)
+        failures += "failed" in cell
+    return failures
+
+
+def _cell(entry: Entry, problem: Problem, cache: Path, settings: argparse.Namespace) -> Cell:
+    """Run one method in a process of its own, as often as asked for; keep the better of each number of seconds."""
+    if not entry.is_installed:
+        return {"missing": NOT_INSTALLED}
+    cells = [attempt(lambda: _alone(entry, problem, cache, settings)) for _ in range(settings.repeats)]
+    failed = [cell for cell in cells if "failed" in cell]
+    if failed:
+        return failed[0]
+    best = dict(cells[0])
+    for key in ("fit", "score", "fit_wall", "score_wall", "peak", "peak_growth", "load"):
+        values = [cell[key] for cell in cells if key in cell]
+        if values:
+            best[key] = min(values)
+    return best | {"repeats": settings.repeats}
+
+
+def _alone(entry: Entry, problem: Problem, cache: Path, settings: argparse.Namespace) -> Cell:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "cell.json"
+        command = [sys.executable, "-m", "bench.peers.worker", "--problem", problem.spec.name, "--method", entry.name]
+        command += ["--device", str(problem.device), "--cache", str(cache), "--out", str(out)]
+        command += ["--truth", str(truth.place(cache, problem.spec.name))]
+        command += ["--small"] if settings.small else []
+        command += ["--data", str(settings.data)] if settings.data else []
+        threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+        try:
+            done = subprocess.run(
+                command, env=os.environ | threads, capture_output=True, text=True, timeout=settings.timeout, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"took longer than {settings.timeout:g} seconds") from None
+        if not out.exists():
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise RuntimeError(f"the process ended with {done.returncode}: {last}")
+        return json.loads(out.read_text(encoding="utf-8")) | {"load": _busy()}
+
+
+def _busy() -> float:
+    """Return how many processes wanted to run during the last minute, where the system says so."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0
+
+
+def _facts(problem: Problem) -> Cell:
+    wrong = problem.examples.is_wrong
+    facts: Cell = {"num_train": problem.num_train, "num_queries": problem.examples.num_queries}
+    return facts | ({} if wrong is None else {"num_wrong": int(wrong.sum())}) | agreement(problem)
+
+
+def _measured_before(path: Path, run: Run, problem: str, entry: Entry) -> bool:
+    """Tell whether an earlier run had the package: its numbers are not lost because this one has not."""
+    record = read(path).get(described(run.device), {}).get(problem)
+    return record is not None and "missing" not in record["cells"].get(entry.name, {"missing": ""})
+
+
+def _line(cell: Cell) -> str:
+    if "missing" in cell:
+        return cell["missing"]
+    if "failed" in cell:
+        return f"failed: {cell['failed']}"
+    quality = "".join(f", {key.upper()} {cell[key]:.1f}" for key in ("auc", "ap", "lds") if key in cell)
+    return f"fit {cell['fit']:.2f} s, score {cell['score']:.2f} s, {cell['peak'] / 2**20:.0f} MiB{quality}"
+
+
+def _public(argv: Sequence[str]) -> list[str]:
+    """Leave the folders of this machine out of what is recorded as the command."""
+    kept: list[str] = []
+    for arg in argv:
+        if kept and kept[-1] in _PRIVATE:
+            kept.append("…")
+        else:
+            name, given, _ = arg.partition("=")
+            kept.append(f"{name}=…" if given and name in _PRIVATE else arg)
+    return kept
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Side by side with the peers.")
+    every_problem, every_method = choices(*PROBLEMS), choices(*METHODS)
+    parser.add_argument(
+        "--problems", type=every_problem, help=f"{','.join(PROBLEMS)}; all there is data for if left out"
+    )
+    parser.add_argument("--methods", type=every_method, default=list(METHODS), help=",".join(METHODS))
+    parser.add_argument("--small", action="store_true", help="200 examples and a few steps, to see that all runs")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each method, of which the better counts")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds that a method may take")
+    parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
+    parser.add_argument("--data", type=Path, help="folder of the data that is not embedded")
+    parser.add_argument("--cache", type=Path, default=Path("runs/peers"), help="keeps trained networks")
+    parser.add_argument("--retrain", action="store_true", help="only train the ground truth of the counterfactuals")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
+    parser.add_argument("--render", action="store_true", help="measure nothing, only write the tables again")
+    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+    parser.set_defaults(seconds=0.0, profile=False)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""Our methods, and the scores that need no method, behind the interface of the peers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import eigentrace as et
+from bench.peers.method import Fit
+from bench.peers.problem import Problem
+
+
+@dataclass(frozen=True)
+class _Ours:
+    problem: Problem
+    fits: dict[str, Any]
+    """One fit per setting."""
+    data: et.Data
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        return tuple(self.fits)
+
+    def self_scores(self, setting: str) -> Tensor:  # (N,)
+        return self.fits[setting].self_influence(self.data)
+
+    def cross_scores(self, setting: str) -> Tensor:  # (Q, N)
+        queries = et.Data(self.problem.query_set, batch_size=self.problem.spec.batch)
+        return self.fits[setting].influence(self.data, queries)
+
+
+def _fitted(problem: Problem, make: Callable[[et.Task, et.Data], dict[str, Any]]) -> Fit:
+    data = et.Data(problem.train_set, batch_size=problem.spec.batch)
+    return _Ours(problem, make(et.classification(problem.model()), data), data)
+
+
+def _arnoldi(problem: Problem, *, tail: Any, curvature: Any) -> Fit:
+    spec = problem.spec
+    method = et.Arnoldi(
+        steps=spec.steps, keep=max(spec.keeps), sample=spec.sample, tail=tail, curvature=curvature, compile=False
+    )
+
+    def cuts(task: et.Task, data: et.Data) -> dict[str, Any]:
+        fitted = method.fit(task, data)
+        found = len(fitted.spectrum.eigenvalues)  # fewer where no more curvature is left
+        return {f"K={min(keep, found)}": fitted.distill(keep=min(keep, found)) for keep in spec.keeps}
+
+    return _fitted(problem, cuts)
+
+
+def arnoldi(problem: Problem, folder: Path) -> Fit:
+    """Our estimator with its tail."""
+    return _arnoldi(problem, tail="auto", curvature="auto")
+
+
+def truncated(problem: Problem, folder: Path) -> Fit:
+    """The same curvature, cut off as in the paper."""
+    return _arnoldi(problem, tail=None, curvature="auto")
+
+
+def hessian(problem: Problem, folder: Path) -> Fit:
+    """The paper's estimator, which the peers called Arnoldi compute too."""
+    return _arnoldi(problem, tail=None, curvature="hessian")
+
+
+def tracin(problem: Problem, folder: Path) -> Fit:
+    """Gradient similarity over the checkpoints of the training."""
+    method = et.TracIn(checkpoints=problem.checkpoints)
+    return _fitted(problem, lambda task, data: {f"C={len(problem.checkpoints)}": method.fit(task, data)})
+
+
+def gradient(problem: Problem, folder: Path) -> Fit:
+    """Gradient similarity at the trained network alone."""
+    return _fitted(problem, lambda task, data: {"": et.TracIn().fit(task, data)})
+
+
+def loss(problem: Problem, folder: Path) -> Fit:
+    """The loss of each example."""
+    return _fitted(problem, lambda task, data: {"": et.Loss().fit(task, data)})
+
+
+@dataclass(frozen=True)
+class _MeanLoss:
+    """The loss of each example, averaged over checkpoints."""
+
+    fits: list[Fit]
+    settings: tuple[str, ...]
+
+    def self_scores(self, setting: str) -> Tensor:  # (N,)
+        return torch.stack([fit.self_scores("") for fit in self.fits]).mean(0)
+
+    def cross_scores(self, setting: str) -> Tensor:
+        raise NotImplementedError("a loss says nothing about pairs")
+
+
+def mean_loss(problem: Problem, folder: Path) -> Fit:
+    """The mean loss over the checkpoints of the training."""
+    count = len(problem.checkpoints)
+    fits = [
+        loss(Problem(problem.spec, problem.examples, [state], [state], problem.device), folder)
+        for state in problem.checkpoints
+    ]
+    return _MeanLoss(fits, (f"C={count}",))

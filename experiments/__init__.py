@@ -1,0 +1,1 @@
+"""Experiments, each one command that writes what it found to docs/results."""
