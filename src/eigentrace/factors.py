@@ -113,11 +113,22 @@ class Windows:
         """Unfold some examples."""
         merged, dims = len(self.value) // self.examples, len(self.kernel)
         x = self.value[start * merged : stop * merged]
+        columns = self._columns(x) if merged == 1 else None  # (n, g·width, T)
+        if columns is not None:
+            return columns.unflatten(1, (self.groups, self.width)).transpose(2, 3)
         for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             x = x.unfold(2 + axis, (k - 1) * d + 1, s)[..., ::d]
         x = x.reshape(stop - start, merged, self.groups, -1, *x.shape[2:])  # (n, m, g, c, *positions, *kernel)
         order = (0, 2, 1, *range(4, 4 + dims), 3, *range(4 + dims, 4 + 2 * dims))
         return x.permute(order).reshape(stop - start, self.groups, self.tokens, self.width)
+
+    def _columns(self, x: Tensor) -> Tensor | None:
+        """Unfold the quick way, if there is one: nothing is copied for kernels of one number."""
+        if math.prod(self.kernel) == 1:
+            return x[(..., *(slice(None, None, s) for s in self.stride))].flatten(2)
+        if len(self.kernel) == 2 and x.is_floating_point():
+            return F.unfold(x, self.kernel, self.dilation, 0, self.stride)
+        return None
 
 
 def rotated(factor: Factor, basis: Tensor | None, start: int = 0, stop: int | None = None) -> Factor:

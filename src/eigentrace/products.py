@@ -80,9 +80,10 @@ def gauss_newton_dual(task: Task, values: Values, tangents: Values, batch: Any) 
         with dual_level():
             found = _tensor(task.outputs(_duals(leaves, tangents), batch))
             outputs, pushed = unpack_dual(found).primal, _tangent(found)
-            ends = {"outputs": outputs.detach().requires_grad_()}
-            total = task.output_losses(_duals(ends, {"outputs": pushed})["outputs"], batch).sum()
-            back = _tangent(_backward(total, ends)["outputs"])
+        # Backwards twice through the loss alone: forward mode through cross-entropy first loads a compiler, for seconds.
+        ends = {"outputs": outputs.detach().requires_grad_()}
+        first = _backward(task.output_losses(ends["outputs"], batch).sum(), ends, create_graph=True)
+        back = _backward(_dot(first, {"outputs": pushed}), ends)["outputs"]
         return _backward(outputs, leaves, grad_outputs=back)
 
 
