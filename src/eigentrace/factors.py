@@ -125,7 +125,9 @@ class Windows:
     def _columns(self, x: Tensor) -> Tensor | None:
         """Unfold the quick way, if there is one: nothing is copied for kernels of one number."""
         if math.prod(self.kernel) == 1:
-            return x[(..., *(slice(None, None, s) for s in self.stride))].flatten(2)
+            for axis, step in enumerate(self.stride):
+                x = x.unfold(2 + axis, 1, step).squeeze(-1)
+            return x.flatten(2)
         if len(self.kernel) == 2 and x.is_floating_point():
             return F.unfold(x, self.kernel, self.dilation, 0, self.stride)
         return None
