@@ -12,7 +12,7 @@ from torch.func import functional_call
 import eigentrace as et
 from eigentrace.backing import margins
 from eigentrace.project import Job, gradients
-from experiments.noise_problems import Problem, augmented, cross_validated, losses
+from experiments.noise_problems import Problem, cross_validated, losses
 
 # Shares of the mean square length, from strong to weak.
 RIDGES = (1e-1, 1e-2, 1e-3, 1e-4)
@@ -37,7 +37,7 @@ class Trained:
         """The training examples."""
         return et.Data(torch.utils.data.TensorDataset(self.problem.inputs, self.problem.labels), batch_size=500)
 
-    def score(self, method: et.Arnoldi | et.TracIn | et.MeanLoss | et.Support | et.TangentRidge | et.Loss) -> Tensor:
+    def score(self, method: Any) -> Tensor:
         """Fit a method to the final checkpoint and score every training example."""
         return method.fit(et.classification(self.model), self.data).self_influence(self.data)
 
@@ -177,17 +177,14 @@ def _last_activations(trained: Trained) -> Tensor:
 
 def _under_changed_inputs(trained: Trained) -> Tensor:
     """Average the final loss over random changes of the inputs: what was memorised is fragile."""
-    problem = trained.problem
-    generator = torch.Generator(problem.device).manual_seed(trained.seed)
-    total = torch.zeros(len(problem), device=problem.device)
-    for _ in range(_DRAWS):
-        inputs = problem.inputs
-        if inputs.ndim == 4:
-            changed = augmented(inputs, generator)
-        else:
-            changed = inputs + 0.3 * torch.randn(inputs.shape, generator=generator, device=inputs.device)
-        total += losses(trained.model, changed, problem.labels)
-    return total / _DRAWS
+    if trained.problem.inputs.ndim == 4:
+        return trained.score(et.AugmentedLoss(draws=_DRAWS, seed=trained.seed))
+
+    def noisy(batch: Any, rows: Any, seed: int) -> Any:
+        generator = torch.Generator(batch[0].device).manual_seed(int(rows[0]) + 1_000_003 * seed)
+        return batch[0] + 0.3 * torch.randn(batch[0].shape, generator=generator, device=batch[0].device), batch[1]
+
+    return trained.score(et.AugmentedLoss(noisy, draws=_DRAWS, seed=trained.seed))
 
 
 def _under_weight_noise(trained: Trained, size: float) -> Tensor:

@@ -39,7 +39,7 @@ TIERS = (
     ("fitted",),
     ("blocks", "shortlist", "saved"),
     ("projected", "solved"),
-    ("ensemble", "callbacks", "backing"),
+    ("ensemble", "callbacks", "backing", "augmented"),
     ("methods",),
     ("__init__",),
     ("evaluate", "demo", "report"),

@@ -99,6 +99,7 @@ def _alone(entry: Entry, problem: Problem, cache: Path, settings: argparse.Names
         command = [sys.executable, "-m", "bench.peers.worker", "--problem", problem.spec.name, "--method", entry.name]
         command += ["--device", str(problem.device), "--cache", str(cache), "--out", str(out)]
         command += ["--truth", str(truth.place(cache, problem.spec.name))]
+        command += ["--networks", str(settings.networks)] if settings.networks else []
         command += ["--small"] if settings.small else []
         command += ["--data", str(settings.data)] if settings.data else []
         threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
@@ -161,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", type=every_method, default=list(METHODS), help=",".join(METHODS))
     parser.add_argument("--small", action="store_true", help="200 examples and a few steps, to see that all runs")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each method, of which the better counts")
+    parser.add_argument("--networks", type=int, help="average over so many instead of all; 1 leaves averaging out")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds that a method may take")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
     parser.add_argument("--data", type=Path, help="folder of the data that is not embedded")

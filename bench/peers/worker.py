@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +86,14 @@ def _resident(name: str) -> int:
     return largest if sys.platform == "darwin" else 1024 * largest
 
 
-def measured(entry: Entry, problem: Problem, truth: Any) -> Cell:
-    """Fit a method, score with each of its settings, and say how good the best is."""
+def measured(entry: Entry, problem: Problem, truth: Any, most: int | None = None) -> Cell:
+    """Fit a method, score with each of its settings, and say how good the best is, alone and over several networks."""
     fitter = entry.fitter()
     cell: Cell = {"version": entry.version}
     networks = 1
     if problem.examples.num_queries:
         cell |= _best(_on(entry, fitter, problem.at(0), truth), "lds")
+        problem = replace(problem, states=problem.states[:most])
         networks = len(problem.states)
     else:
         cell |= _best(_on(entry, fitter, problem, truth), "ap")
@@ -174,6 +175,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Measure one method on one problem.")
     parser.add_argument("--problem", required=True, choices=PROBLEMS)
     parser.add_argument("--method", required=True, choices=METHODS)
+    parser.add_argument("--networks", type=int)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--device", type=torch.device, required=True)
     parser.add_argument("--data", type=Path)
@@ -188,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
         spec = (SMALL if settings.small else PROBLEMS)[settings.problem]
         problem = make_problem(spec, settings.data, settings.cache, settings.device)
         truth = read_truth(settings.truth, problem) if problem.examples.num_queries else None
-        return measured(METHODS[settings.method], problem, truth)
+        return measured(METHODS[settings.method], problem, truth, settings.networks)
 
     settings.out.write_text(json.dumps(attempt(work)), encoding="utf-8")
     return 0

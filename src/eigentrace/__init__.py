@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from eigentrace.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from eigentrace.augmented import FlipsAndShifts
     from eigentrace.basis import Basis
     from eigentrace.callbacks import LossHistory, LossTracker, loss_callback
     from eigentrace.compute import Compute
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from eigentrace.fitted import Fitted
     from eigentrace.methods import (
         Arnoldi,
+        AugmentedLoss,
         ExactHessian,
         InverseArnoldi,
         Lissa,
@@ -48,6 +50,8 @@ __all__ = [
     # scores of single examples, without curvature
     "Loss",
     "MeanLoss",
+    "AugmentedLoss",
+    "FlipsAndShifts",
     "Support",
     "TangentRidge",
     # losses collected while training
@@ -66,6 +70,7 @@ __all__ = [
 # Names are loaded when they are first used: `eigentrace --help` must not wait seconds for torch.
 _HOMES = {
     "Compute": "compute",
+    "FlipsAndShifts": "augmented",
     "Data": "data",
     "Fitted": "fitted",
     "Basis": "basis",

@@ -80,7 +80,7 @@ def gauss_newton_dual(task: Task, values: Values, tangents: Values, batch: Any) 
         with dual_level():
             found = _tensor(task.outputs(_duals(leaves, tangents), batch))
             outputs, pushed = unpack_dual(found).primal, _tangent(found)
-        # Backwards twice through the loss alone: forward mode through cross-entropy loads a compiler first, for seconds.
+        # Backwards twice through the loss: forward mode through cross-entropy would load a compiler first, for seconds.
         ends = {"outputs": outputs.detach().requires_grad_()}
         first = _backward(task.output_losses(ends["outputs"], batch).sum(), ends, create_graph=True)
         back = _backward(_dot(first, {"outputs": pushed}), ends)["outputs"]

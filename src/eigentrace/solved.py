@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,11 +116,12 @@ class LossFit(RowlessFit):
         )
 
 
-def losses_of(task: Task, data: Data) -> Tensor:  # (N,) float64
-    """Evaluate the loss of every example, inside the caller's session."""
+def losses_of(task: Task, data: Data, change: Callable[[Any, np.ndarray], Any] | None = None) -> Tensor:  # (N,) float64
+    """Evaluate the loss of every example, changed by a function of batch and rows if given, in the caller's session."""
     losses = torch.empty(len(data), dtype=torch.float64, device="cpu")
     for batch in track(data.batches(), "Losses", len(data), len):
-        found = task.losses(task.params, task.place(batch.values))
+        placed = task.place(batch.values)
+        found = task.losses(task.params, placed if change is None else change(placed, batch.rows))
         check_losses(found, batch.rows)
         losses[batch.rows] = found.to(losses)
     return losses

@@ -4,12 +4,13 @@ from eigentrace.methods.arnoldi import Arnoldi, InverseArnoldi
 from eigentrace.methods.exact import ExactHessian
 from eigentrace.methods.gradient import Loss, RandProj, RandSelect, TracIn
 from eigentrace.methods.lissa import Lissa
-from eigentrace.methods.losses import MeanLoss
+from eigentrace.methods.losses import AugmentedLoss, MeanLoss
 from eigentrace.methods.support import Support
 from eigentrace.methods.tangent import TangentRidge
 
 __all__ = [
     "Arnoldi",
+    "AugmentedLoss",
     "ExactHessian",
     "InverseArnoldi",
     "Lissa",
