@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.cifar import read_cifar_shard
 from eigentrace.demo.digits import load_digits, relabel
 
 NUM_CLASSES = 10
@@ -90,13 +91,12 @@ SMALL = Size(examples=400, width=8, epochs=4, batch_size=64)
 def cifar(folder: Path, device: torch.device, labels: str, size: Size, *, augment: bool) -> Problem:
     """CIFAR-10 with human labels and a small residual network, trained with augmentation or to memorisation."""
     shards = [f"cifar10_train_{start:05d}.npz" for start in range(0, size.examples, 5000)]
-    inputs = torch.cat([_images(folder / shard) for shard in shards])[: size.examples]
+    inputs = torch.cat([read_cifar_shard(folder / shard)[0] for shard in shards])[: size.examples]
     count = len(inputs)
     with np.load(folder / "cifar10n_labels_00000_14999.npz") as found:
         given = torch.from_numpy(found[_COLUMNS[labels]].astype(np.int64))[:count]
         true = torch.from_numpy(found["clean_label"].astype(np.int64))[:count]
-    with np.load(folder / "cifar10_test_00000.npz") as found:
-        test_labels = torch.from_numpy(found["y"].astype(np.int64))
+    test_inputs, test_labels = read_cifar_shard(folder / "cifar10_test_00000.npz")
     recipe = Recipe(size.epochs, size.batch_size, 0.1, 5e-4 if augment else 0.0, augment, cosine=True)
     placed = partial_to(device)
     return Problem(
@@ -104,7 +104,7 @@ def cifar(folder: Path, device: torch.device, labels: str, size: Size, *, augmen
         inputs=placed(inputs),
         labels=placed(given),
         is_wrong=given != true,
-        test_inputs=placed(_images(folder / "cifar10_test_00000.npz")),
+        test_inputs=placed(test_inputs),
         test_labels=placed(test_labels),
         network=lambda: ResNet(size.width),
         recipe=recipe,
@@ -124,16 +124,6 @@ def partial_to(device: torch.device) -> Callable[[Tensor], Tensor]:
         return tensor.to(device)
 
     return move
-
-
-def _images(path: Path) -> Tensor:  # (5000, 3, 32, 32)
-    """Undo the delta code of a shard, and scale."""
-    with np.load(path) as found:
-        pixels = np.cumsum(np.cumsum(found["d"], 2, dtype=np.uint8), 3, dtype=np.uint8)
-    pixels[:, [0, 2]] += pixels[:, 1:2]
-    images = torch.from_numpy(pixels).float() / 255
-    mean, deviation = (torch.tensor(v).view(3, 1, 1) for v in ((0.491, 0.482, 0.447), (0.247, 0.243, 0.262)))
-    return (images - mean) / deviation
 
 
 class Residual(nn.Module):

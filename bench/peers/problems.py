@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from bench.cifar import read_cifar_shard
 from bench.peers.networks import Recipe, logistic, mlp, resnet, small_cnn
 from bench.peers.problem import Examples, Spec, as_tensor, random_labels
 from eigentrace.demo.cnn import make_cnn
@@ -16,7 +17,6 @@ from eigentrace.demo.digits import load_digits
 from eigentrace.errors import InputError
 
 FRACTION_WRONG = 0.2
-_CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def embedded_digits(folder: Path | None, size: int = 6000) -> Examples:
@@ -49,22 +49,12 @@ def cifar10n(folder: Path | None, size: int = 15_000) -> Examples:
     """Read CIFAR-10 with the worst of the labels that people gave it."""
     if folder is None:
         raise InputError("cifar10n is not embedded: give the folder of its files as --data.")
-    shards = [_cifar_shard(folder / f"cifar10_train_{start:05d}.npz") for start in range(0, size, 5000)]
-    test_images, test_labels = _cifar_shard(folder / "cifar10_test_00000.npz")
+    shards = [read_cifar_shard(folder / f"cifar10_train_{start:05d}.npz") for start in range(0, size, 5000)]
+    test_images, test_labels = read_cifar_shard(folder / "cifar10_test_00000.npz")
     with np.load(folder / "cifar10n_labels_00000_14999.npz") as given:
         worse, clean = given["worse_label"][:size], given["clean_label"][:size]
     images = torch.cat([images for images, _ in shards])[:size]
     return Examples(images, as_tensor(worse), test_images, test_labels, torch.from_numpy(worse != clean))
-
-
-def _cifar_shard(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Undo the differences between neighbours and colours that the file holds."""
-    with np.load(path) as file:
-        pixels = np.cumsum(np.cumsum(file["d"], 2, dtype=np.uint8), 3, dtype=np.uint8)
-        labels = as_tensor(file["y"])
-    pixels[:, [0, 2]] += pixels[:, 1:2]
-    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (_CIFAR_MEAN, _CIFAR_STD))
-    return (torch.from_numpy(pixels).float() / 255 - mean) / std, labels
 
 
 def _demo_cnn() -> nn.Module:

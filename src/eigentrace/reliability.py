@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eigentrace.data import Data, as_data
 from eigentrace.errors import ConvergenceWarning, InputError
+from eigentrace.ranks import spearman
 from eigentrace.settings import check_counts
 
 # Fewer examples than this in a half say nothing about ranks.
@@ -98,22 +99,9 @@ def _halves(data: Data, sample: int | None, generator: torch.Generator) -> tuple
 
 def _agreement(first: Tensor, second: Tensor) -> float | None:  # (q, n) x 2
     """Average the rank correlations of the rows; None if no row varies in both."""
-    found = [_spearman(a, b) for a, b in zip(first.double().numpy(), second.double().numpy(), strict=True)]
-    varying = [value for value in found if value is not None]
-    return float(np.mean(varying)) if varying else None
-
-
-def _spearman(a: np.ndarray, b: np.ndarray) -> float | None:
-    a, b = _ranks(a), _ranks(b)
-    if np.ptp(a) == 0 or np.ptp(b) == 0:
-        return None
-    return float(np.corrcoef(a, b)[0, 1])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Rank from 1 on, equal values sharing their mean."""
-    _, group, sizes = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(sizes) - (sizes - 1) / 2)[group]
+    found = spearman(first.double().numpy(), second.double().numpy())
+    found = found[~np.isnan(found)]
+    return float(found.mean()) if len(found) else None
 
 
 def _shown(value: float | None) -> str:

@@ -6,12 +6,12 @@ from eigentrace.evaluate.dropping import RetrainingCurves, retraining_curves
 from eigentrace.evaluate.lds import LDS, lds
 from eigentrace.evaluate.leave_out import LeftOut, leave_out
 from eigentrace.evaluate.many import ManyModels
-from eigentrace.evaluate.ranks import pearson, spearman
 from eigentrace.evaluate.retrain import Retrained, retrain
 from eigentrace.evaluate.retrieval import Detection, Retrieval, detection, retrieval
 from eigentrace.evaluate.stacked import SGD
 from eigentrace.evaluate.subsets import Subsets
 from eigentrace.evaluate.training import Loop, Trainer
+from eigentrace.ranks import pearson, spearman
 
 __all__ = [
     # finding examples that are known to be bad

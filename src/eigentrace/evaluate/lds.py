@@ -7,8 +7,8 @@ import numpy as np
 
 from eigentrace.errors import InputError
 from eigentrace.evaluate.arrays import checked, summed
-from eigentrace.evaluate.ranks import Ranking, correlation
 from eigentrace.evaluate.retrain import Retrained
+from eigentrace.ranks import Ranking, correlation
 from eigentrace.settings import check_counts
 
 Resample = Literal["queries", "subsets", "both"]

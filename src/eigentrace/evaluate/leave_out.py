@@ -9,10 +9,10 @@ import numpy as np
 
 from eigentrace.errors import InputError
 from eigentrace.evaluate.arrays import checked, summed
-from eigentrace.evaluate.ranks import pearson, spearman
 from eigentrace.evaluate.retrain import train_jobs
 from eigentrace.evaluate.subsets import Subsets, model_seed
 from eigentrace.evaluate.training import Trainer, as_trainer
+from eigentrace.ranks import pearson, spearman
 from eigentrace.settings import check_counts
 
 

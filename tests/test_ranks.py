@@ -6,7 +6,7 @@ from scipy import stats
 
 from eigentrace.errors import InputError
 from eigentrace.evaluate import pearson, spearman
-from eigentrace.evaluate.ranks import Ranking, correlation
+from eigentrace.ranks import Ranking, correlation
 
 
 @st.composite

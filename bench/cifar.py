@@ -1,0 +1,19 @@
+"""CIFAR-10 as numpy files that hold differences between neighbours and colours."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+def read_cifar_shard(path: Path) -> tuple[Tensor, Tensor]:  # (5000, 3, 32, 32), (5000,)
+    """Undo the differences; return images of mean 0 and variance 1, and their classes."""
+    with np.load(path) as file:
+        pixels = np.cumsum(np.cumsum(file["d"], 2, dtype=np.uint8), 3, dtype=np.uint8)
+        labels = torch.from_numpy(file["y"].astype(np.int64))
+    pixels[:, [0, 2]] += pixels[:, 1:2]
+    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (_MEAN, _STD))
+    return (torch.from_numpy(pixels).float() / 255 - mean) / std, labels
