@@ -1,5 +1,6 @@
 """The comparison with the peers runs from end to end without any of them, and says which are not there."""
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 import eigentrace as et
+from bench.command import start
 from bench.peers import truth
-from bench.peers.__main__ import _public, main
+from bench.peers.__main__ import main
 from bench.peers.method import METHODS, is_asked
 from bench.peers.networks import Recipe, accuracy, logistic, mlp, resnet, seeded, shaken, small_cnn, train
 from bench.peers.ours import arnoldi, gradient, hessian, loss, mean_loss, truncated
@@ -109,7 +111,8 @@ def test_data_that_is_not_there_ends_one_problem_only(tmp_path, capsys):
 
 def test_the_recorded_command_names_no_folder():
     argv = ["--data", "/home/me/data", "--cache=/home/me/cache", "--small"]
-    assert _public(argv) == ["--data", "…", "--cache=…", "--small"]
+    settings = argparse.Namespace(device=torch.device("cpu"), seconds=0.0, small=True, profile=False)
+    assert start("peers", settings, argv).info["command"] == "python -m bench.peers --small"
 
 
 def test_a_failing_method_becomes_one_line(problem, monkeypatch):

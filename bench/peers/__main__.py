@@ -28,8 +28,6 @@ from bench.peers.problems import EMBEDDED, PROBLEMS, SMALL
 from bench.record import Recorder, merged, read, stem, write
 
 NOT_INSTALLED = "not installed"
-_PRIVATE = ("--data", "--cache")
-"""Options whose values are the business of one machine."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         for other in settings.merge:
             write(path, merged(read(path), read(other)))
     elif not settings.render:
-        run = start("peers", settings, _public(argv))
+        run = start("peers", settings, argv)
         for name in settings.problems or [name for name in PROBLEMS if settings.data or name in EMBEDDED]:
             failures += _on_problem(name, run, path, settings)
     render(settings.out, settings.small)
@@ -139,18 +137,6 @@ def _line(cell: Cell) -> str:
         return f"failed: {cell['failed']}"
     quality = "".join(f", {key.upper()} {cell[key]:.1f}" for key in ("auc", "ap", "lds") if key in cell)
     return f"fit {cell['fit']:.2f} s, score {cell['score']:.2f} s, {cell['peak'] / 2**20:.0f} MiB{quality}"
-
-
-def _public(argv: Sequence[str]) -> list[str]:
-    """Leave the folders of this machine out of what is recorded as the command."""
-    kept: list[str] = []
-    for arg in argv:
-        if kept and kept[-1] in _PRIVATE:
-            kept.append("…")
-        else:
-            name, given, _ = arg.partition("=")
-            kept.append(f"{name}=…" if given and name in _PRIVATE else arg)
-    return kept
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import eigentrace as et
@@ -82,25 +81,7 @@ def loss(problem: Problem, folder: Path) -> Fit:
     return _fitted(problem, lambda task, data: {"": et.Loss().fit(task, data)})
 
 
-@dataclass(frozen=True)
-class _MeanLoss:
-    """The loss of each example, averaged over checkpoints."""
-
-    fits: list[Fit]
-    settings: tuple[str, ...]
-
-    def self_scores(self, setting: str) -> Tensor:  # (N,)
-        return torch.stack([fit.self_scores("") for fit in self.fits]).mean(0)
-
-    def cross_scores(self, setting: str) -> Tensor:
-        raise NotImplementedError("a loss says nothing about pairs")
-
-
 def mean_loss(problem: Problem, folder: Path) -> Fit:
     """The mean loss over the checkpoints of the training."""
-    count = len(problem.checkpoints)
-    fits = [
-        loss(Problem(problem.spec, problem.examples, [state], [state], problem.device), folder)
-        for state in problem.checkpoints
-    ]
-    return _MeanLoss(fits, (f"C={count}",))
+    method = et.MeanLoss(problem.checkpoints)
+    return _fitted(problem, lambda task, data: {f"C={len(problem.checkpoints)}": method.fit(task, data)})
