@@ -128,6 +128,13 @@ class Windows:
             for axis, step in enumerate(self.stride):
                 x = x.unfold(2 + axis, 1, step).squeeze(-1)
             return x.flatten(2)
+        if x.device.type == "cpu":  # views first and one copy: half the time of im2col
+            for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
+                x = x.unfold(2 + axis, (k - 1) * d + 1, s)[..., ::d]
+            dims = len(self.kernel)
+            return x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims)).reshape(
+                len(x), self.groups * self.width, -1
+            )
         if len(self.kernel) == 2 and x.is_floating_point():
             return F.unfold(x, self.kernel, self.dilation, 0, self.stride)
         return None

@@ -201,6 +201,27 @@ def test_a_shared_tensor_of_the_batch_size_is_told_and_not_cut_up():
     assert torch.allclose(fitted.self_influence(data), fitted.self_influence(whole), rtol=1e-5)
 
 
+def test_a_shared_tensor_is_told_where_only_some_parameters_have_no_rule():
+    torch.manual_seed(0)
+
+    def loss(model, batch):
+        x, y, mask = batch
+        scores, _ = model.rest(model.a((mask.sum(dim=0).reshape(-1, 4, 1) * x).mean(dim=1))[:, None])
+        return nn.functional.cross_entropy(scores[:, 0], y, reduction="none")
+
+    def collate(examples):
+        return (*torch.utils.data.default_collate(examples), torch.ones(4, 4).tril())
+
+    model = nn.Module()
+    model.a, model.rest = nn.Linear(3, 2), nn.LSTM(2, 2, batch_first=True)
+    data = et.Data(TensorDataset(torch.randn(20, 4, 3), torch.randint(0, 2, (20,))), collate, batch_size=16)
+    task = et.Task(model, loss)
+    fitted = et.TracIn().fit(task, data)
+    assert set(task.coverage.without_rule) == {name for name, _ in model.named_parameters() if name.startswith("rest")}
+    with pytest.raises(TaskError, match="from row 16 on change by"):
+        fitted.self_influence(data)
+
+
 def test_a_bad_row_is_named_when_examples_go_one_by_one():
     x, y = torch.randn(6, 3), torch.randint(0, 2, (6,))
     task = et.classification(_Branching())

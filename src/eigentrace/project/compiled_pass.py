@@ -43,7 +43,7 @@ class CompiledPass:
         if compiled is None:
             return self.run(job, batch, size)
         features, squares, losses = compiled(list(job.task.detached().values()), list(tensors_of(batch)))
-        return Projection(features, squares if job.norms else None, losses)
+        return Projection(features, squares if job.norms else None, losses, is_whole=True)
 
     def _compile(self, job: Job, batch: Any, size: int) -> Callable | None:
         from torch.fx.experimental.proxy_tensor import make_fx

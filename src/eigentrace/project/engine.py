@@ -43,6 +43,8 @@ class Projection:
     """Functions by which the model read numbers of the batch into Python, where that is known."""
     gathered: tuple[Gather, ...] = ()
     """What the passes of a job with `gather` took, if the layerwise engine did them."""
+    is_whole: bool = False
+    """Whether the batch went through the model as it came, and nothing of it was taken apart."""
 
     def squares(self) -> Tensor:  # (B,)
         """Return the squared norms of a job that asked for them."""

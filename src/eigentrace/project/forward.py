@@ -25,7 +25,7 @@ def forward(job: Job, batch: Any, size: int) -> Projection:
         for start in range(0, rows.count, at_once)
     ]
     features = torch.cat(columns).T if columns else losses.new_zeros(size, 0)
-    return Projection(features.to(layout.dtype), None, losses)
+    return Projection(features.to(layout.dtype), None, losses, is_whole=True)
 
 
 def _push(job: Job, tangents: Tensor, batch: Any) -> Tensor:  # (k, P) -> (k, B)

@@ -147,7 +147,8 @@ class Way:
             return found
         other = self.rest(narrowed(job, list(self.plan.without_rule)), batch, size)
         squares = found.squares() + other.squares() if job.norms else None
-        return replace(found, features=found.features + other.features, square_norms=squares)
+        features = found.features + other.features
+        return replace(found, features=features, square_norms=squares, losses=other.losses, is_whole=other.is_whole)
 
 
 class Layerwise:
@@ -271,7 +272,7 @@ def tapped(plan: Plan, job: Job, batch: Any, size: int) -> Projection:
     with kernels(job):
         losses = taps.run(job.task.params, batch, lambda part: job.function(values, part), job.task.is_bf16)
     collected.finish()
-    return Projection(features, squares, losses, taps.read, () if gather is None else (gather,))
+    return Projection(features, squares, losses, taps.read, () if gather is None else (gather,), is_whole=True)
 
 
 def kernels(job: Job) -> AbstractContextManager[None]:

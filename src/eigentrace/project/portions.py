@@ -1,5 +1,6 @@
 """How many examples go through the model at once: as many as fit, and fewer when they turn out not to."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Portions:
             whole = stop - start == size
             found = _attempt(engine, job, values if whole else select(values, slice(start, stop), size), stop - start)
             if found is not None:
-                done.append(found)
+                done.append(found if whole else replace(found, is_whole=False))
                 start = stop
                 continue
             if stop - start == 1:
