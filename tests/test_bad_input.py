@@ -289,8 +289,8 @@ DATA = {
         lambda: DataLoader(dataset(), batch_sampler=BatchSampler(Unstable(), 4, drop_last=False)),
         "shuffles .*BatchSampler",
     ),
-    "stream": (Stream, r"Stream has no length or no random access.*list\(loader\)"),
-    "loader of a stream": (lambda: DataLoader(Stream()), "type Stream, whose examples have no row numbers"),
+    "stream": (Stream, "began with other examples than when it was first read.*no shuffling"),
+    "loader of a stream": (lambda: DataLoader(Stream()), "began with other examples than when it was first read"),
     "generator": (lambda: (b for b in [examples()]), "generator has no length or no random access"),
     "int": (lambda: 3, "Expected data, got int"),
     "str": (lambda: "train.csv", "Expected data, got str"),
@@ -328,6 +328,16 @@ DATA_ARGUMENTS = {
     "batch_size None": (lambda: et.Data(dataset(), batch_size=None), "at least 1, got None"),
     "loader": (lambda: et.Data(DataLoader(dataset())), "takes a dataset and got a DataLoader"),
     "dict": (lambda: et.Data({"x": torch.zeros(3)}), "dict has no length or no random access"),
+    "stream": (lambda: et.Data(Stream()), r"Stream has no length or no random access.*Data\.stream\(dataset\)"),
+    "generator as a stream": (
+        lambda: et.Data.stream(example for example in dataset()),
+        "A generator gives its examples once, and they are read several times",
+    ),
+    "iterator as a stream": (lambda: et.Data.stream(iter(dataset())), "gives its examples once.*begins anew"),
+    "loader as a stream": (lambda: et.Data.stream(DataLoader(Stream())), "takes a dataset and got a DataLoader"),
+    "int as a stream": (lambda: et.Data.stream(3), "gives examples when it is iterated over, got int"),
+    "length 0": (lambda: et.Data.stream(Stream(), length=0), "length must be a whole number of at least 1, got 0"),
+    "ids of a stream": (lambda: et.Data.stream(Stream(), length=2, ids=["a"]), "Got 1 ids for 2 examples"),
     "generator of batches": (lambda: et.Data.from_batches(iter([examples()])), r"got list_iterator.*`list\(batches\)`"),
 }
 

@@ -1,17 +1,22 @@
 """Every form that data comes in gives the same examples, in the same order, under the same rows."""
 
+import tracemalloc
+
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, Subset, TensorDataset
 
 import eigentrace as et
+import eigentrace.data.rows
 from eigentrace.batch import tensors_of
 from eigentrace.data import Data, as_data
 from eigentrace.errors import DataError
 from small import cross_entropy, examples, fit, net
 
 X, Y = examples(10)
+MANY = 100_000_000
 
 
 class Plain(Dataset):
@@ -22,6 +27,16 @@ class Plain(Dataset):
 
     def __getitem__(self, i):
         return X[i], Y[i]
+
+
+class Corpus(Dataset):
+    """As many rows as a large corpus has, each made when it is read."""
+
+    def __len__(self):
+        return MANY
+
+    def __getitem__(self, i):
+        return torch.tensor([float(i)]), i % 7
 
 
 class Reading(Dataset):
@@ -61,6 +76,14 @@ FORMS = {
     "batches as lists": lambda: [[X[:7], Y[:7]], [X[7:], Y[7:]]],
     "batches with an empty one": lambda: [(X[:7], Y[:7]), (X[:0], Y[:0]), (X[7:], Y[7:])],
     "one batch": lambda: (X, Y),
+    "stream": lambda: Data.stream(list(Plain()), batch_size=4),
+    "taken": lambda: Data(TensorDataset(X.repeat(2, 1), Y.repeat(2)), batch_size=4).take(range(10, 20)),
+    "taken from batches": lambda: as_data([(X[:2], Y[:2]), (X[:6], Y[:6]), (X[6:], Y[6:])]).take(range(2, 12)),
+    "some taken twice": lambda: (
+        Data(TensorDataset(X.repeat_interleave(4, 0), Y.repeat_interleave(4)), batch_size=4)
+        .take(np.arange(0, 40, 2))
+        .take(np.arange(0, 20, 2))
+    ),
 }
 
 
@@ -81,6 +104,102 @@ def test_some_rows(form):
     batches = list(as_data(FORMS[form]()).batches(rows))
     assert np.concatenate([batch.rows for batch in batches]).tolist() == rows.tolist()
     assert torch.equal(torch.cat([batch.values[0] for batch in batches]), X[rows])
+
+
+def same(found, expected):
+    """Batches of the same rows with the same examples, grouped the same way."""
+    assert [batch.rows.tolist() for batch in found] == [batch.rows.tolist() for batch in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_range_from_a_boundary_on_gives_the_batches_of_a_full_pass(form):
+    data = as_data(FORMS[form]())
+    whole = list(data.batches())
+    starts = [int(batch.rows[0]) for batch in whole] + [10]
+    for row in range(11):
+        boundary = data.boundary(row)
+        assert boundary == next(start for start in starts if start >= row)
+        later = [batch for batch in whole if batch.rows[0] >= boundary]
+        for rows in (range(boundary, 10), range(boundary, 1000), slice(boundary, None)):
+            same(list(data.batches(rows)), later)
+    assert data.boundary(11) == 10
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_range_is_cut_where_a_full_pass_is_cut(form):
+    data = as_data(FORMS[form]())
+    ends = {data.boundary(row) for row in range(11)}
+    for start, stop in ((1, 9), (3, 5), (5, 5), (7, 10), (0, 1), (10, 20)):
+        found = list(data.batches(range(start, stop)))
+        rows = [row for batch in found for row in batch.rows.tolist()]
+        assert rows == list(range(start, min(stop, 10)))
+        assert all(int(batch.rows[-1]) + 1 in ends | {stop} for batch in found)
+        assert all(int(batch.rows[0]) in ends | {start} for batch in found)
+        assert all(torch.equal(batch.values[0], X[batch.rows]) for batch in found)
+
+
+def test_rows_before_the_first_are_refused():
+    with pytest.raises(DataError, match=r"counted from 0 at the start of the data, got -3 to \d+"):
+        Data(Plain()).batches(slice(-3, None))
+    with pytest.raises(DataError, match="without an end cannot have steps of 2"):
+        Data(Plain()).batches(slice(0, None, 2))
+
+
+def test_ranges_with_steps_are_rows_like_others():
+    (batch,) = Data(Plain()).batches(range(1, 10, 4))
+    assert batch.rows.tolist() == [1, 5, 9]
+
+
+def test_a_list_of_batches_is_entered_where_the_rows_begin():
+    class Watched(list):
+        def __getitem__(self, number):
+            read.append(number)
+            return super().__getitem__(number)
+
+    data, read = Data.from_batches(Watched((X[i : i + 1], Y[i : i + 1]) for i in range(10))), []
+    assert len(list(data.batches(range(6, 8)))) == 2
+    assert read == [6, 7]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_hundred_million_rows_take_no_memory(workers):
+    names = np.broadcast_to(np.array("a"), MANY)  # no copy of anything
+    tracemalloc.start()
+    try:
+        data = as_data(Data(Corpus(), batch_size=128, ids=names, workers=workers))
+        begin = next(data.batches())
+        middle = next(data.batches(slice(data.boundary(MANY // 2 - 5), None)))
+        end = list(data.batches(range(MANY - 200, MANY)))
+        half = data.take(range(MANY // 2, MANY))
+        rows = data.sample(1000, torch.Generator().manual_seed(0))
+        data.fingerprint()
+        assert next(half.batches()).rows.tolist() == list(range(128))
+        assert half.rebatched(64).first(100).values[0][0] == MANY // 2
+        assert len(half.ids) == MANY // 2
+        assert tracemalloc.get_traced_memory()[1] < 5e6  # all rows as int64 are 800 MB
+    finally:
+        tracemalloc.stop()
+    assert begin.rows.tolist() == list(range(128))
+    assert (middle.rows[0], len(middle)) == (MANY // 2, 128)
+    assert [len(batch) for batch in end] == [72, 128]
+    assert end[-1].values[0][-1] == torch.tensor(float(MANY - 1))
+    assert len(np.unique(rows)) == 1000
+    assert (np.diff(rows) > 0).all()
+
+
+def test_samples_of_very_many_rows_favour_none(monkeypatch):
+    monkeypatch.setattr(eigentrace.data.rows, "_PERMUTED", 10)
+    data = Data(TensorDataset(torch.zeros(40, 1)))
+    draws = np.stack([data.sample(10, torch.Generator().manual_seed(seed)) for seed in range(2000)])
+    assert (np.diff(draws) > 0).all()
+    assert draws.min() == 0
+    assert draws.max() == 39
+    # Each row is drawn 500 times of 2000 on average, with a deviation of 19: five of them either way.
+    assert np.abs(np.bincount(draws.ravel(), minlength=40) - 500).max() < 97
+    assert (data.sample(10, torch.Generator().manual_seed(3)) == draws[3]).all()
+    assert len(data.sample(20, torch.Generator())) == 20
 
 
 def test_dicts_are_one_batch():
@@ -168,6 +287,53 @@ def test_ids_go_with_the_rows_that_are_taken():
     data = Data(TensorDataset(torch.zeros(4, 1)), ids=["a", "b", "c", "d"]).take([1, 3])
     assert data.ids == ["b", "d"]
     assert data.rebatched(1).ids == ["b", "d"]
+
+
+class Lazy:
+    """Names made when they are asked for."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, row):
+        return f"name {row}"
+
+
+IDS = {
+    "list": (lambda: list("abcd"), list),
+    "lazy": (Lazy, None),
+    "range": (lambda: range(4), None),
+    "numpy": (lambda: np.array(list("abcd")), np.ndarray),
+    "torch": (lambda: torch.arange(4), torch.Tensor),
+    "pyarrow": (lambda: pa.array(list("abcd")), pa.Array),
+    "chunked": (lambda: pa.chunked_array([["a"], ["b", "c", "d"]]), pa.ChunkedArray),
+}
+
+
+@pytest.mark.parametrize("kind", IDS)
+@pytest.mark.parametrize("rows", [[1, 3], range(1, 3)], ids=["rows", "range"])
+def test_ids_of_taken_rows_stay_in_their_form(kind, rows):
+    make, form = IDS[kind]
+    ids = make()
+    data = Data(TensorDataset(torch.zeros(4, 1)), ids=ids)
+    assert data.ids is ids
+    some = data.take(rows)
+    assert len(some.ids) == 2
+    assert [some.ids[0], some.ids[1]] == [ids[row] for row in rows]
+    assert some.take([1]).ids[0] == ids[rows[1]]
+    if form not in (None, list):
+        assert isinstance(some.ids, form)
+
+
+def test_ids_that_are_looked_up_are_a_sequence():
+    ids = Data(TensorDataset(torch.zeros(4, 1)), ids=list("abcd")).take([0, 1, 3]).ids
+    assert list(ids) == ["a", "b", "d"]
+    assert ids[1:] == ["b", "d"]
+    assert ids[-1] == "d"
+    assert "c" not in ids
+    assert ids != ["a", "b"]
+    assert ids != 3
+    assert repr(ids) == "Chosen(3 of 4 items)"
 
 
 def test_reading_draws_nothing_from_the_global_random_state():

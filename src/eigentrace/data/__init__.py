@@ -1,0 +1,7 @@
+"""Ordered batches with stable row numbers, from whatever torch users have at hand."""
+
+from eigentrace.data.accept import as_data
+from eigentrace.data.ordered import Data
+from eigentrace.data.sources import Batch
+
+__all__ = ["Batch", "Data", "as_data"]

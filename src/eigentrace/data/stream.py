@@ -1,0 +1,184 @@
+"""Examples that can only be read from the beginning on, again and again."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from eigentrace.data.rows import OPEN, Rows, boundary, cut
+from eigentrace.data.sources import Batch, Collate, own_generator
+from eigentrace.digest import digests
+from eigentrace.errors import DataError
+from eigentrace.progress import track
+
+# How many examples at the start of every pass are compared with those of the first.
+_HEAD = 64
+
+
+@dataclass(frozen=True)
+class _Head:
+    """How a pass began, before anything else of it is used."""
+
+    digests: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class _End:
+    """The stream gave no more examples."""
+
+    count: int
+
+
+@dataclass
+class _Known:
+    """What earlier passes found, or the caller said: shared by streams of the same examples in other batches."""
+
+    length: int | None
+    head: np.ndarray | None = None
+
+
+class _Pass(IterableDataset):
+    """One reading of a stream: its head, batches of the wanted rows and, if it comes to that, its end.
+
+    It is a dataset of batches, so that a worker process can do the reading, collating and digesting.
+    """
+
+    def __init__(self, dataset: Iterable[Any], collate: Collate, rows: Rows, size: int, before: int | None) -> None:
+        self.dataset, self.collate, self.rows, self.size, self.before = dataset, collate, rows, size, before
+
+    def __iter__(self) -> Iterator[_Head | Batch | _End]:
+        examples = iter(self.dataset)
+        head = list(islice(examples, _HEAD))
+        yield _Head(digests(head))
+        chunks = cut(self.rows, self.size, self.before)
+        chunk, row = next(chunks, None), -1
+        taken: list[Any] = []
+        if chunk is None:
+            return
+        for row, example in enumerate(chain(head, examples)):
+            if row != chunk[len(taken)]:
+                continue
+            taken.append(example)
+            if len(taken) == len(chunk):
+                yield self._batch(chunk, taken)
+                chunk, taken = next(chunks, None), []
+                if chunk is None:
+                    return
+        if taken and isinstance(self.rows, range):
+            yield self._batch(chunk[: len(taken)], taken)
+        yield _End(row + 1)
+
+    def _batch(self, chunk: np.ndarray, examples: list) -> Batch:
+        return Batch(chunk, *self.collate(examples))
+
+
+def _same(item: Any) -> Any:
+    return item
+
+
+def _drop(examples: list) -> None:
+    return None
+
+
+class Stream:
+    """Examples in the order an iterable gives them, collated here.
+
+    torch's loaders let every worker iterate over the whole stream, so that its examples come several times, or in an
+    order that depends on the number of workers. Here at most one process reads.
+    """
+
+    can_rebatch, is_seekable, is_counted = True, False, False
+
+    def __init__(
+        self, dataset: Iterable[Any], collate: Callable[[list], Any] | None, size: int, workers: int, length: int | None
+    ) -> None:
+        self.dataset, self.collate, self.batch_size, self.workers = dataset, collate, size, min(workers, 1)
+        self.known = _Known(length)
+
+    def __len__(self) -> int:
+        if self.known.length is None:
+            counting = _Pass(self.dataset, Collate(_drop), range(OPEN), self.batch_size, None)
+            # What the dataset draws while it is counted is not the caller's doing.
+            with torch.random.fork_rng(devices=[]):
+                for _ in track(self._checked(counting, counting.rows), "Counting examples", size=len):
+                    pass
+        return self.known.length or 0
+
+    def read(self, rows: Rows, digests: bool = False, before: int | None = None) -> Iterator[Batch]:
+        """Read from the first example on, collating those of the rows."""
+        length = self.known.length
+        if isinstance(rows, range) and length is not None and rows.stop >= length:
+            rows = range(rows.start, OPEN)  # to see that the stream ends where it should
+        reading = _Pass(self.dataset, Collate(self.collate, digests), rows, self.batch_size, before)
+        loader = DataLoader(
+            reading, batch_size=None, collate_fn=_same, num_workers=self.workers, generator=own_generator()
+        )
+        return self._checked(loader, rows)
+
+    def _checked(self, items: Iterable[_Head | Batch | _End], rows: Rows) -> Iterator[Batch]:
+        """Yield the batches of a pass while it agrees with the passes before."""
+        for item in items:
+            if isinstance(item, _Head):
+                self._compare(item.digests)
+            elif isinstance(item, _End):
+                self._finish(item.count, rows)
+            else:
+                if self.known.length is not None and item.rows[-1] >= self.known.length:
+                    raise self._other_length(f"more than {self.known.length}")
+                yield item
+
+    def _compare(self, head: np.ndarray | None) -> None:
+        if self.known.head is None:
+            self.known.head = head
+        elif head is None or not np.array_equal(head, self.known.head):
+            raise DataError(
+                "The stream began with other examples than when it was first read, so row numbers would mean nothing. "
+                "Make it give the same examples in the same order on every pass: no shuffling, no random augmentation."
+            )
+
+    def _finish(self, count: int, rows: Rows) -> None:
+        if count == 0:
+            raise DataError("The data is empty: at least one example is needed.")
+        if self.known.length not in (None, count):
+            raise self._other_length(str(count))
+        self.known.length = count
+        if not isinstance(rows, range) and len(rows) and rows[-1] >= count:
+            raise DataError(f"Row {rows[-1]} was asked for, and the stream has {count} examples.")
+
+    def _other_length(self, found: str) -> DataError:
+        return DataError(
+            f"The stream gave {found} examples, and {self.known.length} were counted before, or given as its length or "
+            "by its ids. It must give the same examples on every pass: count them again, or leave the length out."
+        )
+
+    def boundary(self, row: int) -> int:
+        """Return the next multiple of the batch size, or the end if it is known."""
+        return boundary(row, self.batch_size, OPEN if self.known.length is None else self.known.length)
+
+    def rebatched(self, batch_size: int) -> "Stream":
+        """Return the same stream in batches of another size; what is known of it stays known to both."""
+        other = Stream(self.dataset, self.collate, batch_size, self.workers, None)
+        other.known = self.known
+        return other
+
+
+def refuse_unreadable(dataset: Any) -> None:
+    """Stop at what is no stream of examples, or gives them only once."""
+    if not hasattr(dataset, "__iter__") or isinstance(dataset, str | bytes | dict | torch.Tensor | torch.nn.Module):
+        raise DataError(
+            f"Data.stream takes something that gives examples when it is iterated over, got {type(dataset).__name__}. "
+            "Give an IterableDataset, or an object whose __iter__ begins anew each time."
+        )
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            "Data.stream takes a dataset and got a DataLoader: pass the loader itself where data is asked for."
+        )
+    if isinstance(dataset, Iterator):
+        raise DataError(
+            f"A {type(dataset).__name__} gives its examples once, and they are read several times: to count them, to "
+            "fit, to score. Give an object whose __iter__ begins anew each time, such as an IterableDataset."
+        )
