@@ -1,8 +1,8 @@
 """Directories on disk that appear whole or not at all, and say which model they belong to."""
 
+import errno
 import hashlib
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eigentrace.errors import InputError, MismatchError
+from eigentrace.files import NO_ROOM, storage_error, sync
 from eigentrace.progress import track
 from eigentrace.task import Task
 
@@ -40,13 +41,16 @@ def write(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Mapping[s
     partial.mkdir()
     try:
         for name, tensors in files.items():
-            save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, partial / name)
+            write_tensors({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, partial / name)
         (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2, allow_nan=False) + "\n")
         for file in partial.iterdir():
-            _sync(file)
-        _sync(partial)
+            sync(file)
+        sync(partial)
         partial.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise storage_error(error, path) from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -81,9 +85,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise MismatchError(f"{path} is damaged or cut short ({error}). Make it again.") from None
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file; what the system refuses comes as the OSError that it is."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        save_file(dict(tensors), path, metadata)
+    except SafetensorError as error:
+        # The library wraps what the system said; only the number in its words tells a full disk from other trouble.
+        code = next((n for n in NO_ROOM if f"os error {n}" in str(error)), errno.EIO)
+        raise OSError(code, str(error)) from error

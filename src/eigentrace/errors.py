@@ -33,6 +33,14 @@ class MismatchError(EigentraceError, ValueError):
     """A stored artifact belongs to another model, task or format."""
 
 
+class StorageError(EigentraceError, OSError):
+    """The disk is full, or a file cannot be written or read."""
+
+
+class BusyError(EigentraceError, RuntimeError):
+    """Another process writes where this one wants to."""
+
+
 class EigentraceWarning(UserWarning):
     """Root of all warnings issued by this package."""
 

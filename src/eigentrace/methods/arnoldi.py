@@ -1,18 +1,23 @@
 """The paper's method: diagonalise the curvature once in its dominant Krylov subspace, then score by K numbers."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from eigentrace.artifact import fingerprint
 from eigentrace.coordinates import check_wanted
 from eigentrace.curvature import Curvature, Kind, compiling_pays, resolve_kind
 from eigentrace.data import Data
 from eigentrace.distill import Cut, Tail, distill, warn_unless_converged
 from eigentrace.errors import InputError
-from eigentrace.krylov import Basis, arnoldi, lanczos
+from eigentrace.iteration import SavedIteration, opened
+from eigentrace.krylov import Basis, Krylov, arnoldi, finished, lanczos
 from eigentrace.methods.lissa import Lissa
 from eigentrace.methods.method import ready
 from eigentrace.probe import check_curvature
@@ -26,6 +31,10 @@ from eigentrace.vector import normal
 
 # Coordinates along which a shaped tail has its shape, unless told: beyond them energies are far below δ (docs/tail.md).
 SHAPED_COORDINATES = 1024
+# Settings that the iteration depends on, beside the basis and the curvature; the others say what is made of it.
+_OF_ITERATION = ("steps", "sample", "spread", "seed", "precision", "compile")
+# Examples whose losses tell whether an iteration is continued with the data and the loss it was begun with.
+_COMPARED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -85,18 +94,23 @@ class Arnoldi:
                 "Basis(max_vectors, restart_keep), or lower keep."
             )
 
-    def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
-        """Diagonalise the curvature of the training loss; see `Method.fit` for the arguments."""
+    def fit(
+        self, task: Task, data: Any, *, num_train: int | None = None, resume: str | Path | None = None
+    ) -> ProjectedFit:
+        """Diagonalise the curvature of the training loss; see `Method.fit` for the other arguments.
+
+        Args:
+            task: The model and its loss.
+            data: Training examples.
+            num_train: N, if `data` is only part of the training set.
+            resume: A directory in which the iteration keeps its state, so that the same call goes on after a crash
+                and ends with the same eigenpairs. It takes as much room as the basis (with restarts, 1.6 times as
+                much), and stays when the fit is done: remove it once the fit is saved.
+        """
         task, data, size = ready(task, data, num_train)
         generator = torch.Generator().manual_seed(int(self.seed))
-        with task.session():
-            curvature = self._curvature(task, data, generator)
-            start = _normal(task, generator)
-            if self.spread and self.sample is not None and self.sample < len(data):
-                krylov = arnoldi(_spread(curvature, self.sample, generator), start, self.steps, basis=self.basis)
-            else:
-                krylov = lanczos(curvature.matvec, start, self.steps, basis=self.basis)
-            distilled = distill(krylov, self.keep)
+        with task.session(), self._opened(resume, task, data, size, generator) as saved:
+            distilled = distill(self._krylov(task, data, generator, saved), self.keep)
         warn_unless_converged(distilled.spectrum)
         wanted = SHAPED_COORDINATES if self.coordinates is None and self.tail == "shaped" else self.coordinates
         cut = Cut(self.keep, self.tail if self.tail != "shaped" else "auto", self.positive_only)
@@ -106,12 +120,49 @@ class Arnoldi:
         fitted = ProjectedFit.of(task, distilled, cut, settings, size)
         return fitted if wanted is None else fitted.with_coordinates(data, wanted).distill(tail=self.tail)
 
-    def _curvature(self, task: Task, data: Data, generator: torch.Generator) -> Curvature:
+    def _opened(
+        self, path: str | Path | None, task: Task, data: Data, size: int, generator: torch.Generator
+    ) -> AbstractContextManager[SavedIteration | None]:
+        return nullcontext() if path is None else opened(path, self._identity(task, data, size), generator)
+
+    def _identity(self, task: Task, data: Data, size: int) -> dict[str, Any]:
+        """Describe all that the iteration depends on, so that it is never continued with something else."""
+        settings = settings_of(self)
+        basis = {f"basis {name}": value for name, value in settings_of(self.basis).items() if name != "name"}
+        return {
+            "model": fingerprint(task),
+            "l2": {name: float(value) for name, value in task.l2.items() if value},
+            "device": task.layout.device.type,
+            "examples": len(data),
+            "num_train": size,
+            "losses": _some_losses(task, data),
+            "curvature": resolve_kind(self.curvature, task),
+            **{name: settings[name] for name in _OF_ITERATION},
+            **basis,
+        }
+
+    def _krylov(self, task: Task, data: Data, generator: torch.Generator, saved: SavedIteration | None) -> Krylov:
+        """Iterate, or go on with a saved iteration; one that has ended needs neither checks nor products."""
+        done = None if saved is None else finished(saved, task.vector, self.steps, basis=self.basis)
+        if done is not None:
+            return done
+        curvature = self._curvature(task, data, generator, saved)
+        # Drawn whether or not it is needed, so that what is drawn after it is the same.
+        start = _normal(task, generator)
+        if saved is not None:
+            saved.begin(compile=curvature.compile)
+        if self.spread and self.sample is not None and self.sample < len(data):
+            matvec = _spread(curvature, self.sample, generator)
+            return arnoldi(matvec, start, self.steps, basis=self.basis, memory=saved)
+        return lanczos(curvature.matvec, start, self.steps, basis=self.basis, memory=saved)
+
+    def _curvature(self, task: Task, data: Data, generator: torch.Generator, saved: SavedIteration | None) -> Curvature:
         rows = None if self.sample is None else data.sample(self.sample, generator)
         curvature = Curvature(task, data, rows, resolve_kind(self.curvature, task), self.precision)
         curvature = check_curvature(curvature, generator)
-        wanted = compiling_pays(curvature, self.steps) if self.compile == "auto" else self.compile
-        return replace(curvature, compile=wanted)
+        # Whether compiling pays is measured: an iteration goes on with what was found when it began.
+        wanted = self.compile if saved is None else saved.chosen("compile", self.compile)
+        return replace(curvature, compile=compiling_pays(curvature, self.steps) if wanted == "auto" else wanted)
 
 
 @dataclass(frozen=True)
@@ -151,6 +202,15 @@ class InverseArnoldi:
 
 def _normal(task: Task, generator: torch.Generator) -> Tensor:  # (P,)
     return normal((task.layout.numel,), generator, task.layout)
+
+
+def _some_losses(task: Task, data: Data) -> list[float]:
+    """Take the losses of a few rows spread over the data."""
+    rows = np.unique(np.linspace(0, len(data) - 1, _COMPARED_ROWS).astype(np.int64))
+    batches = (task.place(batch.values) for batch in data.batches(rows))
+    # Losses that are not finite are told of by the checks if they matter; JSON has no place for them.
+    found = [task.losses(task.params, batch).double().nan_to_num(0.0, 0.0, 0.0).tolist() for batch in batches]
+    return [loss for losses in found for loss in losses]
 
 
 def _spread(curvature: Curvature, sample: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
