@@ -1,0 +1,160 @@
+"""A file of settings, with the command line's own on top, as one plain record that can be stored and repeated."""
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from eigentrace.errors import InputError
+from eigentrace.inputs.folder import from_folder
+from eigentrace.inputs.function import from_function
+from eigentrace.inputs.made import Inputs
+
+_FOLDER = (
+    "model", "dataset", "task", "text", "text_pair", "target", "label", "image", "id", "tokenizer", "max_length",
+    "batch_size", "device", "columns", "split", "workers",
+)  # fmt: skip
+# Settings of the task that people think of as belonging to the fit.
+_OF_TASK = ("params", "l2")
+KEYS = {
+    "input": ("function", "args", *_FOLDER),
+    "fit": (
+        "steps", "keep", "tail", "coordinates", "curvature", "positive_only", "sample", "spread", "seed", "precision",
+        "compile", "reliability", *_OF_TASK,
+    ),
+    "score": ("shard_rows", "batch", "precision", "engine", "memory", "compile"),
+}  # fmt: skip
+_PATHS = ("model", "dataset", "tokenizer")
+# TOML has no null: these words stand for it.
+_NOTHING = {"tail": "none", "sample": "all"}
+
+How = dict[str, dict[str, Any]]
+
+
+def from_config(path: Path | str | None, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> How:
+    """Read settings from a TOML file, put others on top, and check that they are known and name an input.
+
+    Args:
+        path: The file, with sections [input], [fit] and [score]; None for none. Paths in it are relative to its folder.
+        overrides: Settings of the command line by section, None for those not given. Its paths are relative to the
+            current directory.
+
+    Returns:
+        A record that JSON can hold: "input" is what `make_inputs` needs, with paths as given and, under "resolved",
+        in full; "fit" is what `Arnoldi` takes, and "score" the settings of scoring.
+    """
+    given: How = {}
+    resolved: dict[str, str] = {}
+    sources = [] if path is None else [(_read(Path(path)), Path(path).resolve().parent, str(path))]
+    for settings, folder, name in [*sources, (overrides or {}, Path.cwd(), "the command line")]:
+        _check_known(settings, name)
+        for section, values in settings.items():
+            told = {key: _value(key, value) for key, value in values.items() if value is not None}
+            given.setdefault(section, {}).update(told)
+            if section == "input":
+                resolved |= _resolved(told, folder)
+    how = {section: given.get(section, {}) for section in KEYS}
+    how["input"] |= {key: how["fit"].pop(key) for key in _OF_TASK if key in how["fit"]}
+    _check_input(how["input"])
+    how["input"]["resolved"] = resolved
+    return _as_json(how)
+
+
+def make_inputs(how: Mapping[str, Mapping[str, Any]]) -> Inputs:
+    """Make task and data from a record that `from_config` returned, now or as stored with a run.
+
+    A path is taken as it was resolved then; where that is gone, as it was given, from the current directory.
+    """
+    asked = dict(how["input"])
+    resolved = asked.pop("resolved", {})
+    _check_input(asked)
+    for key, full in resolved.items():
+        asked[key] = full if _is_there(key, full) else asked[key]
+    if "function" in asked:
+        return from_function(asked["function"], asked.get("args"))
+    return from_folder(**asked)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"There is no file of settings {path}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not TOML: {error}") from None
+
+
+def _check_known(settings: Mapping[str, Any], name: str) -> None:
+    for section, values in settings.items():
+        if section not in KEYS:
+            raise InputError(f"{name} has {_unknown(section, KEYS)} Sections are [{'], ['.join(KEYS)}].")
+        if not isinstance(values, Mapping):
+            raise InputError(f"{name} gives {section} = {values!r}, and [{section}] is a section of settings.")
+        for key in values:
+            if key not in KEYS[section]:
+                elsewhere = [f"[{other}]" for other, keys in KEYS.items() if key in keys]
+                hint = f" It belongs to {' or '.join(elsewhere)}." if elsewhere else ""
+                raise InputError(
+                    f"{name} has {_unknown(key, KEYS[section], section)}{hint} Settings of [{section}] are "
+                    f"{', '.join(KEYS[section])}."
+                )
+
+
+def _unknown(word: str, known: Iterable[str], section: str = "") -> str:
+    near = get_close_matches(word, list(known), n=3, cutoff=0.5)
+    kind = f"an unknown setting {word!r} in [{section}]" if section else f"an unknown section [{word}]"
+    return f"{kind}; did you mean {' or '.join(near)}?" if near else f"{kind}."
+
+
+def _value(key: str, value: Any) -> Any:
+    return None if key in _NOTHING and value == _NOTHING[key] else value
+
+
+def _resolved(told: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Return paths in full; of a function named by a file, the file's."""
+    full = {key: str((folder / told[key]).resolve()) for key in _PATHS if isinstance(told.get(key), str | Path)}
+    place, _, called = str(told.get("function", "")).rpartition(":")
+    if place.endswith(".py"):
+        full["function"] = f"{(folder / place).resolve()}:{called}"
+    return full
+
+
+def _is_there(key: str, full: str) -> bool:
+    path = Path(full.rpartition(":")[0] if key == "function" else full)
+    return path.exists() or any(letter in full for letter in "*?[")
+
+
+def _check_input(asked: Mapping[str, Any]) -> None:
+    """See that the input is a function, or folders, and not both."""
+    if "function" in asked:
+        others = [key for key in asked if key not in ("function", "args", "resolved")]
+        if others:
+            raise InputError(
+                f"[input] names the function {asked['function']} and gives {', '.join(others)} too, which the function "
+                "decides on. Give them to it in [input.args], or leave the function out."
+            )
+        return
+    missing = [key for key in ("model", "dataset", "task") if key not in asked]
+    if missing:
+        raise InputError(
+            f"[input] lacks {', '.join(missing)}. Give model, dataset and task, or a function that returns (task, "
+            "data): function = 'package.module:function'."
+        )
+    if "args" in asked:
+        raise InputError("[input.args] are arguments of a function, and none is named. Leave them out.")
+
+
+def _as_json(how: How) -> How:
+    """Turn paths into text, and refuse what JSON cannot hold: the record is stored with the run."""
+    try:
+        return json.loads(json.dumps(how, default=_text_of))
+    except TypeError as error:
+        raise InputError(f"A setting cannot be stored: {error}") from None
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{value!r} is a {type(value).__name__}. Write it as text or as a number.")
