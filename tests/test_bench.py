@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench import curvature, projection
+from bench import search as searching
 from bench.command import main
 from bench.measure import Run, Subject, attempt, profiled, reason, timed
 from bench.models import MODELS, SMALL
@@ -145,6 +146,26 @@ def test_fit_runs_and_its_parts_add_up(tmp_path):
     assert set(cell["parts"]) == {"checks", "first product", "products", "orthogonalisation", "eigenvectors"}
     assert 0.8 * cell["seconds"] < sum(cell["parts"].values()) <= cell["seconds"]
     assert "A whole fit" in page
+
+
+def test_search_runs_and_the_ways_agree(tmp_path):
+    options = ["--small", "--seconds", "0", "--out", str(tmp_path)]
+    assert searching.main([*options, "--rows", "70000", "--features", "8", "--queries", "3", "--k", "5"]) == 0
+    for problems in json.loads((tmp_path / "search_small.json").read_text()).values():
+        cells = problems["70000x8"]["cells"]
+        assert {"search/both", "search/highest", "topk"} <= set(cells)
+        assert all(cell["same"] == 1 and cell["seconds"] > 0 for cell in cells.values()), cells
+    page = (tmp_path / "search_small.md").read_text()
+    assert "| `search`, both sides" in page
+    assert "70,000 × 8" in page
+    assert searching.main([*options, "--render"]) == 0
+    assert (tmp_path / "search_small.md").read_text() == page
+
+
+def test_the_rows_of_a_search_are_compared_in_any_order():
+    expected = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    assert searching.same_rows(torch.tensor([[3, 1, 2], [6, 5, 4]]), expected) == 1
+    assert searching.same_rows(torch.tensor([[3, 1, 9], [1, 2, 3]]), expected) == pytest.approx(2 / 6)
 
 
 def record(cells, run="a", batch=2):

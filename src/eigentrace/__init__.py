@@ -9,10 +9,14 @@ if TYPE_CHECKING:
     from eigentrace.augmented import FlipsAndShifts
     from eigentrace.basis import Basis
     from eigentrace.callbacks import LossHistory, LossTracker, loss_callback
+    from eigentrace.cleaning import clean, find_label_issues
     from eigentrace.compute import Compute
     from eigentrace.data import Data
+    from eigentrace.decisions import Decisions
     from eigentrace.ensemble import Ensemble, load
+    from eigentrace.exporting import export
     from eigentrace.fitted import Fitted
+    from eigentrace.health import check
     from eigentrace.methods import (
         Arnoldi,
         AugmentedLoss,
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
     )
     from eigentrace.ready import causal_lm, classification, seq2seq
     from eigentrace.reliability import Reliability, rank_agreement
+    from eigentrace.run import Run, open_run
+    from eigentrace.scoring import score
     from eigentrace.task import Task
 
 __all__ = [
@@ -65,6 +71,16 @@ __all__ = [
     "Ensemble",
     "Compute",
     "load",
+    # a corpus, scored on disk
+    "score",
+    "open_run",
+    "Run",
+    "check",
+    # acting on it
+    "clean",
+    "find_label_issues",
+    "Decisions",
+    "export",
 ]
 
 # Names are loaded when they are first used: `eigentrace --help` must not wait seconds for torch.
@@ -76,6 +92,12 @@ _HOMES = {
     "Basis": "basis",
     **dict.fromkeys(("Ensemble", "load"), "ensemble"),
     "Task": "task",
+    **dict.fromkeys(("Run", "open_run"), "run"),
+    "score": "scoring",
+    "check": "health",
+    **dict.fromkeys(("clean", "find_label_issues"), "cleaning"),
+    "Decisions": "decisions",
+    "export": "exporting",
     **dict.fromkeys(("LossTracker", "LossHistory", "loss_callback"), "callbacks"),
     **dict.fromkeys(("Reliability", "rank_agreement"), "reliability"),
     **dict.fromkeys(("classification", "seq2seq", "causal_lm"), "ready"),

@@ -54,7 +54,7 @@ def self_scores(
     """Score each example against itself."""
     total = torch.zeros(len(data), dtype=task.layout.dtype, device="cpu")
     for block in blocks:
-        with _at(task, block) as here:
+        with at_state(task, block) as here:
             norms = unit_gradients or block.identity != 0
             job = Job.of(here, what, block.rows, norms, compute)
             for batch, found in project(job, data, "Self-influence"):
@@ -74,7 +74,7 @@ def cross_scores(
     """Score every training example against every query."""
     total = torch.zeros(len(queries), len(train), dtype=task.layout.dtype, device="cpu")
     for block in blocks:
-        with _at(task, block) as here:
+        with at_state(task, block) as here:
             start = 0
             for asked in _questions(block, here, queries, unit_gradients, compute):
                 stop = start + len(asked.left)
@@ -125,7 +125,7 @@ def features_of(task: Task, blocks: Sequence[Block], data: Data, what: What, com
     found = []
     for block in blocks:
         result = torch.empty(len(data), block.rows.count, dtype=task.layout.dtype, device="cpu")
-        with _at(task, block) as here:
+        with at_state(task, block) as here:
             for batch, projection in project(Job.of(here, what, block.rows, compute=compute), data):
                 result[batch.rows] = block.settled(projection.features).cpu()
         found.append(result)
@@ -199,6 +199,7 @@ def _weights(blocks: Sequence[Block], *features: Tensor) -> Tensor:  # (K,)
 
 
 @contextmanager
-def _at(task: Task, block: Block) -> Iterator[Task]:
+def at_state(task: Task, block: Block) -> Iterator[Task]:
+    """Hold the model ready, at the parameters that a block is taken at."""
     with task.session():
         yield task if block.state is None else task.at(block.state.load())

@@ -313,6 +313,10 @@ class ProjectedFit(Fitted):
     def save(self, path: str | Path) -> None:
         """Write the fit to a new directory, to be read back by `eigentrace.load`."""
         self.task.check_unchanged()
+        artifact.write(Path(path), self.manifest(), self._on_disk()[1])
+
+    def manifest(self) -> dict[str, Any]:
+        """Say what the fit is and which model it belongs to, as `save` writes it."""
         manifest: dict[str, Any] = {
             "kind": "fit",
             "format": 1,
@@ -325,11 +329,12 @@ class ProjectedFit(Fitted):
             "has_curvature": self.has_curvature,
             "double": self.task.is_double_copy,
         }
+        return manifest | self._on_disk()[0]
+
+    def _on_disk(self) -> saved.OnDisk:
         if self.distilled is None or self.cut is None:
-            more, files = saved.blocks_on_disk(self.blocks, self.task)
-        else:
-            more, files = saved.cut_on_disk(self.distilled, self.cut, self.coordinates)
-        artifact.write(Path(path), manifest | more, files)
+            return saved.blocks_on_disk(self.blocks, self.task)
+        return saved.cut_on_disk(self.distilled, self.cut, self.coordinates)
 
     def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
         what: What = "measurements" if queries else "losses"

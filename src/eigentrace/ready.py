@@ -47,10 +47,21 @@ def classification(
             )
         return logits
 
-    def output_loss(logits: Tensor, batch: Any) -> Tensor:
-        return _cross_entropy(logits, _inputs_and_labels(batch)[1])
+    def labels(batch: Any) -> Tensor:
+        return _inputs_and_labels(batch)[1]
 
-    return Task(model, params=params, l2=l2, outputs=outputs, output_loss=output_loss, measurement=measurement)
+    def output_loss(logits: Tensor, batch: Any) -> Tensor:
+        return _cross_entropy(logits, labels(batch))
+
+    return Task(
+        model,
+        params=params,
+        l2=l2,
+        outputs=outputs,
+        output_loss=output_loss,
+        measurement=measurement,
+        labels=labels,
+    )
 
 
 def seq2seq(

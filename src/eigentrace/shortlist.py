@@ -1,31 +1,14 @@
 """The strongest proponents and opponents of a query: shortlisted by stored features, then scored exactly."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from eigentrace.errors import InputError
+from eigentrace.errors import NumericalError
+from eigentrace.search import Ranked, search
 from eigentrace.settings import check_counts
 
-# Examples whose scores are held at a time while a shortlist is drawn up.
+# Examples whose features are read at a time while a shortlist is drawn up.
 _AT_ONCE = 65_536
-
-
-@dataclass(frozen=True)
-class Ranked:
-    """For each query the k examples of highest score and the k of lowest, strongest first."""
-
-    proponents: Tensor  # (Q, k) rows of the training data
-    proponent_scores: Tensor  # (Q, k), falling
-    opponents: Tensor  # (Q, k) rows of the training data
-    opponent_scores: Tensor  # (Q, k), rising
-
-    def __post_init__(self) -> None:
-        shapes = {tuple(t.shape) for t in (self.proponents, self.proponent_scores)}
-        shapes |= {tuple(t.shape) for t in (self.opponents, self.opponent_scores)}
-        if len(shapes) != 1:
-            raise InputError(f"Rows and scores of a ranking have one shape (Q, k), got {sorted(shapes)}.")
 
 
 def best_of(scores: Tensor, rows: Tensor, k: int) -> Ranked:  # (Q, n), (Q, n) or (n,) ascending
@@ -53,21 +36,12 @@ def by_features(train: Tensor, asked: Tensor, count: int) -> Tensor:  # (N, K), 
     if count >= len(train):
         return torch.arange(len(train)).expand(len(asked), -1)
     half = -(-count // 2)
-    high: tuple[Tensor, Tensor] | None = None
-    low: tuple[Tensor, Tensor] | None = None
-    for start in range(0, len(train), _AT_ONCE):
-        part = train[start : start + _AT_ONCE].to(asked)
-        scores = asked @ part.T
-        rows = torch.arange(start, start + len(part)).expand_as(scores)
-        high = _leading(high, scores, rows, half, largest=True)
-        low = _leading(low, scores, rows, half, largest=False)
-    return torch.cat([high[1], low[1]], dim=1).sort(dim=1).values  # type: ignore[index]
-
-
-def _leading(
-    held: tuple[Tensor, Tensor] | None, scores: Tensor, rows: Tensor, count: int, *, largest: bool
-) -> tuple[Tensor, Tensor]:
-    if held is not None:
-        scores, rows = torch.cat([held[0], scores], dim=1), torch.cat([held[1], rows], dim=1)
-    found = scores.topk(min(count, scores.shape[1]), dim=1, largest=largest)
-    return found.values, rows.gather(1, found.indices)
+    chunks = ((start, train[start : start + _AT_ONCE]) for start in range(0, len(train), _AT_ONCE))
+    found = search(chunks, asked, half)
+    lists = torch.cat([found.proponents, found.opponents], dim=1).sort(dim=1).values
+    if (lists < 0).any():
+        raise NumericalError(
+            f"For some query fewer than {half} of {len(train)} scores are finite: its features, or those stored, hold "
+            "NaN or infinity. Compute them again, in a wider precision if these were stored in float16."
+        )
+    return lists

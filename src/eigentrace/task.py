@@ -45,6 +45,8 @@ class Task:
             makes Gauss-Newton curvature available.
         output_loss: `output_loss(outputs, batch) -> Tensor (B,)`, convex in the outputs.
         measurement: `measurement(model, batch) -> Tensor (B,)`, what queries are asked about; the loss if not given.
+        labels: `labels(batch) -> Tensor (B,)`, the class each example was given, for the record of a run. The outputs
+            then are one number per class.
     """
 
     def __init__(
@@ -57,11 +59,15 @@ class Task:
         outputs: ModelFunction | None = None,
         output_loss: Callable[[Any, Any], Tensor] | None = None,
         measurement: ModelFunction | None = None,
+        labels: Callable[[Any], Tensor] | None = None,
     ) -> None:
         _check_functions(model, loss, outputs, output_loss, measurement)
+        if labels is not None and outputs is None:
+            raise TaskError("`labels` goes with `outputs`, one number per class: give both, or neither.")
         # A compiled model keeps the original under this name; torch.func must see the original.
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self._outputs, self._output_loss, self._measurement = outputs, output_loss, measurement
+        self._labels = labels
         self._loss: ModelFunction = loss or (lambda m, batch: output_loss(outputs(m, batch), batch))  # type: ignore[misc]
         selected = select_params(self.model, params)
         self.params: dict[str, Tensor] = {name: p.detach() for name, p in selected.items()}
@@ -145,6 +151,17 @@ class Task:
                 "`output_loss` instead, or use curvature='hessian'."
             )
         return self._call(self._outputs, values, batch)
+
+    @property
+    def has_labels(self) -> bool:
+        """Tell whether examples have classes, given and predicted."""
+        return self._labels is not None
+
+    def labels(self, batch: Any) -> Tensor:  # (B,)
+        """Return the class that each example was given."""
+        if self._labels is None:
+            raise TaskError("This task knows no classes: give `labels` to Task, or use eigentrace.classification.")
+        return self._labels(batch)
 
     def output_losses(self, outputs: Any, batch: Any) -> Tensor:  # (B,)
         """Evaluate the per-example loss of given outputs."""

@@ -65,8 +65,33 @@ def _without_rules(job: Job) -> tuple[Engine, ...]:
     return (forward, vmapped, one_by_one)
 
 
-def project(job: Job, data: Data, description: str = "Projecting gradients") -> Iterator[tuple[Batch, Projection]]:
-    """Do a job for every example of the data, batch by batch, inside the caller's session."""
+def fitting_batch(job: Job, data: Data) -> int | None:
+    """Return the batch size that `project` would choose, or None where batches are not ours to choose."""
+    if not data.can_rebatch:
+        return None
+    if not isinstance(job.compute.batch, str):
+        return int(job.compute.batch)
+    job = replace(job, rows=placed(job.rows, job.task.layout.device, job.compute))
+    largest = largest_batch(InTurn(preferred(job)), job, data) if job.compute.batch == "auto" else None
+    return largest or len(data.first(len(data)))
+
+
+def project(
+    job: Job,
+    data: Data,
+    description: str = "Projecting gradients",
+    rows: range | None = None,
+    digests: bool = False,
+) -> Iterator[tuple[Batch, Projection]]:
+    """Do a job for every example of the data, batch by batch, inside the caller's session.
+
+    Args:
+        job: What to project.
+        data: The examples.
+        description: What the progress bar says.
+        rows: Only these, in the batches that a pass over everything would put them in.
+        digests: Whether batches carry the digests of their examples.
+    """
     job = replace(job, rows=placed(job.rows, job.task.layout.device, job.compute))
     batch_size = job.compute.batch
     if not isinstance(batch_size, str):
@@ -77,7 +102,8 @@ def project(job: Job, data: Data, description: str = "Projecting gradients") -> 
     if batch_size == "auto":
         largest = largest_batch(engine, job, data)
         data = data if largest is None else data.rebatched(largest)
-    for batch in track(data.batches(), description, len(data), len):
+    batches = data.batches(rows, digests=digests) if rows is not None or digests else data.batches()
+    for batch in track(batches, description, len(data) if rows is None else len(rows), len):
         values = job.task.place(batch.values)
         projection = portions(engine, job, values, len(batch))
         _check(batch, projection)

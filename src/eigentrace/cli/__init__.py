@@ -1,4 +1,7 @@
-"""The `eigentrace` command. Only this module talks to the terminal, and only it knows typer."""
+"""The `eigentrace` command. Only this room talks to the terminal, and only it knows typer.
+
+The commands, their options and their help are in `words`; what they do is in `commands`, which loads torch.
+"""
 
 import sys
 from pathlib import Path
@@ -27,7 +30,7 @@ def main() -> None:
             raise
         sys.exit(_NO_TYPER)
     try:
-        app(prog_name="eigentrace")
+        app(prog_name="eigentrace", standalone_mode=True)
     except EigentraceError as error:
         # One line, whatever the message's own layout: what happened is in the words, not in a traceback.
         print(f"eigentrace: {' '.join(str(error).split())}", file=sys.stderr)
@@ -58,28 +61,37 @@ def _make_app() -> "typer.Typer":
     ) -> None:
         """Find out which training examples taught a PyTorch model what it does."""
 
+    from eigentrace.cli import words
+
+    for command in (words.fit, words.score, words.explain, words.clean, words.check, words.info):
+        app.command()(command)
+
     @app.command()
     def demo(
         out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/demo"),
         seed: Annotated[int, typer.Option(help="Decides on everything random.")] = 0,
         steps: Annotated[int, typer.Option(min=1, help="Arnoldi steps.")] = _STEPS,
+        json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     ) -> None:
         """Train a small network on digits with wrong labels and find them by self-influence.
 
         Takes a few minutes on a laptop, downloads nothing, and ends with a report to open in a browser.
         """
-        _demo(out, seed, steps)
+        _demo(out, seed, steps, json)
 
     return app
 
 
-def _demo(out: Path, seed: int, steps: int) -> None:
+def _demo(out: Path, seed: int, steps: int, as_json: bool = False) -> None:
     # Imported here: torch takes seconds to load, and `--help` must not wait for it.
     from eigentrace.demo import run_demo
     from eigentrace.demo.folder import REPORT, SUMMARY
     from eigentrace.report import methods_table
 
-    summary = run_demo(out, seed=seed, steps=steps, on_message=_say)
+    summary = run_demo(out, seed=seed, steps=steps, on_message=_note if as_json else _say)
+    if as_json:
+        _say((out / SUMMARY).read_text().rstrip())
+        return
     _say("")
     _say(methods_table(summary.methods))
     _say("")
@@ -90,3 +102,7 @@ def _demo(out: Path, seed: int, steps: int) -> None:
 
 def _say(line: str) -> None:
     print(line, flush=True)
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

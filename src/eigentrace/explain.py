@@ -1,0 +1,368 @@
+"""Who is responsible: the strongest proponents and opponents of queries, by stored features, exactly where possible."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from eigentrace.compute import Compute
+from eigentrace.data import Data, as_data
+from eigentrace.ensemble import Ensemble
+from eigentrace.errors import InputError, UnsupportedError
+from eigentrace.fitted import Fitted, Normalize
+from eigentrace.projected import ProjectedFit
+from eigentrace.search import search
+from eigentrace.settings import check_counts
+from eigentrace.shortlist import Ranked
+from eigentrace.terms import FEATURES, measured
+
+Exclude = Literal["self", "duplicates"] | None
+EXACT, STORED, KEPT = "exact", "stored tail", "kept directions only"
+
+
+class Scored(Protocol):
+    """What a run offers to whoever asks it."""
+
+    fitted: Fitted | None
+    data: Data | None
+
+    @property
+    def manifest(self) -> dict[str, Any]: ...  # noqa: D102
+    @property
+    def num_rows(self) -> int: ...  # noqa: D102
+    @property
+    def num_features(self) -> int: ...  # noqa: D102
+    @property
+    def weights(self) -> Tensor: ...  # noqa: D102
+    @property
+    def columns(self) -> tuple[str, ...]: ...  # noqa: D102
+    @property
+    def ids(self) -> np.ndarray | None: ...  # noqa: D102
+    @property
+    def digests(self) -> np.ndarray | None: ...  # noqa: D102
+    def column(self, name: str) -> np.ndarray: ...  # noqa: D102
+    def features_of(self, rows: np.ndarray) -> Tensor: ...  # noqa: D102
+    def feature_chunks(self, rows_at_once: int = ...) -> Iterator[tuple[int, Tensor]]: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Side:
+    """The k strongest on one side of each query, strongest first; row -1 where fewer were allowed."""
+
+    rows: np.ndarray  # (Q, k)
+    scores: np.ndarray  # (Q, k)
+    ids: np.ndarray | None  # (Q, k)
+    labels: np.ndarray | None  # (Q, k)
+    predictions: np.ndarray | None  # (Q, k)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What speaks for and against each query."""
+
+    proponents: Side
+    opponents: Side
+    how: str
+    """"exact"; "stored tail": by features that stand for the tail; or "kept directions only": without any tail."""
+    unit: str | None
+    """"nats", the predicted rise of the query's loss without the example; "cosine" if normalised; else None."""
+
+    def table(self) -> pa.Table:
+        """Return one row per query and answer."""
+        parts: dict[str, list[np.ndarray]] = {}
+        for name, side in (("proponent", self.proponents), ("opponent", self.opponents)):
+            queries, k = side.rows.shape
+            columns = {
+                "query": np.repeat(np.arange(queries), k),
+                "side": np.full(queries * k, name),
+                "rank": np.tile(np.arange(1, k + 1), queries),
+                "row": side.rows,
+                "id": side.ids,
+                "score": side.scores,
+                "label": side.labels,
+                "prediction": side.predictions,
+            }
+            found = (side.rows >= 0).reshape(-1)
+            for key, values in columns.items():
+                if values is not None:
+                    parts.setdefault(key, []).append(values.reshape(-1)[found])
+        return pa.table({key: np.concatenate(values) for key, values in parts.items()})
+
+    def __str__(self) -> str:
+        unit = "" if self.unit is None else f", in {self.unit}"
+        lines = [f"{self.how}{unit}"]
+        for query in range(len(self.proponents.rows)):
+            lines.append(f"query {query}")
+            for sign, side in (("+", self.proponents), ("-", self.opponents)):
+                names = side.rows if side.ids is None else side.ids
+                for name, value, row in zip(names[query], side.scores[query], side.rows[query], strict=True):
+                    if row >= 0:
+                        lines.append(f"  {sign} {value:12.5g}  {name}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Queries, and what is known of them."""
+
+    count: int
+    rows: np.ndarray | None  # (Q,) if they are rows of the run
+    features: Tensor | None  # (Q, K)
+    data: Data | None
+    labels: np.ndarray | None
+    digests: np.ndarray | None
+    square_norms: np.ndarray | None
+    self_influence: np.ndarray | None
+
+
+def explain(
+    run: Scored,
+    queries: Any,
+    k: int = 10,
+    *,
+    normalize: Normalize = None,
+    same_label: bool = False,
+    top_labels: int | None = None,
+    exclude: Exclude = "self",
+    rescore: bool | None = None,
+    shortlist: int = 200,
+    device: Any = None,
+) -> Explanation:
+    """Find the k strongest proponents and opponents of each query.
+
+    Args:
+        run: A complete run.
+        queries: Rows of the run (a number or several), which need no model; or new examples, which do.
+        k: How many on either side.
+        normalize: None, "gradient" (gradients of length one) or "metric" (cosine in the metric of the curvature):
+            without it, examples with large gradients answer every question.
+        same_label: Consider only examples with the query's own label.
+        top_labels: Consider only examples whose label is among the query's so many most probable, as the paper does.
+        exclude: "self" leaves the query's own row out, "duplicates" all examples of the same content too, None nobody.
+        rescore: Score a shortlist again by the model, with the whole tail; None does so wherever model and data are at
+            hand and features hold less than that.
+        shortlist: Candidates per query that are scored again.
+        device: Where products are computed; the CPU if None.
+    """
+    check_counts(1, k=k)
+    check_counts(2, shortlist=shortlist)
+    if normalize not in (None, "gradient", "metric"):
+        raise InputError(f"normalize must be None, 'gradient' or 'metric', got {normalize!r}.")
+    if exclude not in (None, "self", "duplicates"):
+        raise InputError(f"exclude must be None, 'self' or 'duplicates', got {exclude!r}.")
+    asked = _asked(run, queries)
+    allowed = _allowed(run, asked, same_label, top_labels, exclude)
+    rescore = _rescores(run, rescore)
+    k = min(k, run.num_rows)
+    if not rescore:
+        ranked, how = _by_features(run, asked, k, allowed, normalize, device), _how(run)
+    elif not run.num_features:
+        ranked, how = _by_gradients(run, asked, k, allowed, normalize), EXACT
+    else:
+        half = max(k, -(-shortlist // 2))
+        listed = _by_features(run, asked, half, allowed, normalize, device)
+        ranked, how = _rescored(run, asked, listed, k, normalize), EXACT
+    nats = run.manifest["has_curvature"] and normalize is None
+    divisor = float(run.manifest["num_train"]) if nats else 1.0
+    unit = "cosine" if normalize is not None else "nats" if nats else None
+    return Explanation(
+        _side(run, ranked.proponents, ranked.proponent_scores / divisor),
+        _side(run, ranked.opponents, ranked.opponent_scores / divisor),
+        how,
+        unit,
+    )
+
+
+def _asked(run: Scored, queries: Any) -> _Asked:
+    if isinstance(queries, Integral) or _are_rows(queries):
+        return _asked_rows(run, np.atleast_1d(np.asarray(queries, dtype=np.int64)))
+    if run.fitted is None:
+        raise InputError(
+            "New examples need the model: open the run with eigentrace.open_run(path, task, data), or ask about rows "
+            "of the run by their numbers."
+        )
+    data = as_data(queries)
+    found = measured(run.fitted, data, Compute(precision=run.manifest["compute"]["precision"]))
+    return _Asked(len(data), None, found.get(FEATURES), data, *(_numpy(found, name) for name in _KNOWN))
+
+
+_KNOWN = ("label", "digest", "square_norm", "self_influence")
+
+
+def _numpy(found: dict[str, Tensor], name: str) -> np.ndarray | None:
+    return found[name].numpy() if name in found else None
+
+
+def _are_rows(queries: Any) -> bool:
+    if isinstance(queries, np.ndarray):
+        return queries.ndim == 1 and queries.dtype.kind in "iu"
+    return isinstance(queries, Sequence) and len(queries) > 0 and all(isinstance(q, Integral) for q in queries)
+
+
+def _asked_rows(run: Scored, rows: np.ndarray) -> _Asked:
+    outside = rows[(rows < 0) | (rows >= run.num_rows)]
+    if len(outside):
+        raise InputError(f"Row {outside[0]} is not in this run, which has rows 0 to {run.num_rows - 1}.")
+    features = run.features_of(rows) if run.num_features else None
+    data = None
+    if run.data is not None:
+        data = run.data.take(np.unique(rows))
+    labels = run.column("label")[rows] if "label" in run.columns else None
+    digests = run.digests[rows] if run.digests is not None else None
+    norms, own = run.column("gradient_norm")[rows] ** 2, run.column("self_influence")[rows]
+    return _Asked(len(rows), rows, features, data, labels, digests, norms, own)
+
+
+def _rescores(run: Scored, wanted: bool | None) -> bool:
+    possible = run.fitted is not None and run.data is not None
+    if wanted and not possible:
+        raise InputError(
+            "Scoring a shortlist again needs the model and the data: open the run with eigentrace.open_run(path, task, "
+            "data), or use rescore=False."
+        )
+    if not possible and not run.num_features:
+        raise UnsupportedError(
+            f"{run.manifest['method']['name']} stores no features, so its scores need the model and the data: open the "
+            "run with eigentrace.open_run(path, task, data)."
+        )
+    return possible and (_how(run) != EXACT or not run.num_features) if wanted is None else wanted
+
+
+def _how(run: Scored) -> str:
+    """Say how much of the score the stored features alone can give."""
+    if run.manifest["features"]["hold"] != "everything":
+        return KEPT
+    return STORED if run.manifest["method"].get("cut", {}).get("stored") else EXACT
+
+
+def _allowed(
+    run: Scored, asked: _Asked, same_label: bool, top_labels: int | None, exclude: Exclude
+) -> Callable[[int, int], Tensor | None] | None:
+    """Make the rule that says which examples a query may be answered by."""
+    classes = _classes(run, asked, same_label, top_labels)
+    labels = torch.from_numpy(run.column("label")) if classes is not None else None
+    own = None if asked.rows is None or exclude is None else torch.from_numpy(asked.rows)[:, None]
+    digests = asked_digests = None
+    if exclude == "duplicates":
+        if run.digests is None or asked.digests is None:
+            raise UnsupportedError("The examples hold objects without a digest, so duplicates are not known.")
+        digests, asked_digests = torch.from_numpy(run.digests), torch.from_numpy(asked.digests)[:, None]
+    if classes is None and own is None and digests is None:
+        return None
+
+    def allowed(first: int, count: int) -> Tensor:  # (Q, n)
+        here = torch.ones(asked.count, count, dtype=torch.bool)
+        if labels is not None and classes is not None:
+            here &= (labels[first : first + count][None, :, None] == classes[:, None]).any(dim=2)
+        if own is not None:
+            here &= torch.arange(first, first + count) != own
+        if digests is not None:
+            here &= digests[first : first + count] != asked_digests
+        return here
+
+    return allowed
+
+
+def _classes(run: Scored, asked: _Asked, same_label: bool, top_labels: int | None) -> Tensor | None:  # (Q, c)
+    if not same_label and top_labels is None:
+        return None
+    if same_label and top_labels is not None:
+        raise InputError("same_label and top_labels exclude each other: give one of them.")
+    if "label" not in run.columns:
+        raise UnsupportedError("The task of this run has no classes, so answers cannot be restricted to some.")
+    if same_label:
+        return torch.from_numpy(asked.labels)[:, None]
+    check_counts(1, top_labels=top_labels)
+    if run.fitted is None or asked.data is None:
+        raise InputError("top_labels needs the model and the queries' data: eigentrace.open_run(path, task, data).")
+    task, found = run.fitted.task, []
+    with task.session():
+        for batch in asked.data.batches():
+            outputs = task.outputs(task.params, task.place(batch.values))
+            found.append(outputs.topk(min(int(top_labels), outputs.shape[1]), dim=1).indices.cpu())  # type: ignore[arg-type]
+    classes = torch.cat(found)
+    return classes if asked.rows is None else classes[torch.from_numpy(np.unique(asked.rows, return_inverse=True)[1])]
+
+
+def _by_features(run: Scored, asked: _Asked, k: int, allowed: Any, normalize: Normalize, device: Any) -> Ranked:
+    weighted = asked.features.double() * run.weights  # type: ignore[union-attr]
+    scale = None
+    if normalize is not None:
+        of_train = run.column("gradient_norm") if normalize == "gradient" else _root(run.column("self_influence"))
+        of_queries = _root(asked.square_norms if normalize == "gradient" else asked.self_influence)
+        weighted = weighted / torch.from_numpy(of_queries).double()[:, None].clamp_min(1e-30)
+        sizes = torch.from_numpy(of_train)
+
+        def scale(first: int, count: int) -> Tensor:
+            return sizes[first : first + count]
+
+    return search(run.feature_chunks(), weighted.float(), k, allowed=allowed, scale=scale, device=device)
+
+
+def _root(values: np.ndarray | None) -> np.ndarray:
+    if values is None or (values < 0).any():
+        raise UnsupportedError("Self-influence is negative for some examples, so it gives no cosine: use 'gradient'.")
+    return np.sqrt(values)
+
+
+def _whole(fitted: Fitted) -> Fitted:
+    """Return the fit with its tail as it is, not as features stand for it."""
+    if isinstance(fitted, Ensemble):
+        return replace(fitted, members=tuple(_whole(member) for member in fitted.members))
+    return fitted.unstored() if isinstance(fitted, ProjectedFit) else fitted
+
+
+def _scores(run: Scored, asked: _Asked, rows: np.ndarray | None, normalize: Normalize) -> Tensor:  # (Q, n)
+    compute = Compute(precision=run.manifest["compute"]["precision"])
+    train: Data = run.data if rows is None else run.data.take(rows)  # type: ignore[union-attr,assignment]
+    scores = _whole(run.fitted).influence(train, asked.data, normalize=normalize, compute=compute)  # type: ignore[arg-type]
+    if asked.rows is None:
+        return scores
+    # Rows that are asked about twice, or out of order, were scored once and in order.
+    return scores[torch.from_numpy(np.unique(asked.rows, return_inverse=True)[1])]
+
+
+def _rescored(run: Scored, asked: _Asked, listed: Ranked, k: int, normalize: Normalize) -> Ranked:
+    """Rank each query's shortlist by exact scores; no query sees another's list."""
+    lists = torch.cat([listed.proponents, listed.opponents], dim=1).sort(dim=1).values
+    rows = lists.unique()
+    rows = rows[rows >= 0]
+    scores = _scores(run, asked, rows.numpy(), normalize)
+    place = torch.searchsorted(rows, lists.clamp_min(0)).clamp_max(max(0, len(rows) - 1))
+    there = lists >= 0
+    there[:, 1:] &= lists[:, 1:] != lists[:, :-1]
+    return _ranked(scores.gather(1, place), lists, there, k)
+
+
+def _by_gradients(run: Scored, asked: _Asked, k: int, allowed: Any, normalize: Normalize) -> Ranked:
+    """Score everything by the model: the way of methods that store no features."""
+    scores = _scores(run, asked, None, normalize)
+    there = torch.ones_like(scores, dtype=torch.bool) if allowed is None else allowed(0, run.num_rows)
+    return _ranked(scores, torch.arange(run.num_rows).expand_as(scores), there, k)
+
+
+def _ranked(scores: Tensor, rows: Tensor, there: Tensor, k: int) -> Ranked:
+    """Take the k highest and lowest of what is there; equal scores in row order."""
+    sides = []
+    for sign in (-1.0, 1.0):
+        order = (sign * scores.double()).masked_fill(~there, torch.inf).sort(dim=1, stable=True).indices[:, :k]
+        found = there.gather(1, order)
+        sides += [rows.gather(1, order).masked_fill(~found, -1)]
+        sides += [scores.gather(1, order).masked_fill(~found, torch.nan)]
+    return Ranked(*sides)
+
+
+def _side(run: Scored, rows: Tensor, scores: Tensor) -> Side:
+    index = rows.cpu().numpy()
+
+    def pick(values: np.ndarray | None) -> np.ndarray | None:
+        return None if values is None else values[index]
+
+    columns = run.columns
+    labels, predictions = (run.column(name) if name in columns else None for name in ("label", "prediction"))
+    return Side(index, scores.cpu().numpy(), pick(run.ids), pick(labels), pick(predictions))

@@ -1,0 +1,219 @@
+"""Scoring a corpus into a run: batch by batch, shard by shard, from wherever an earlier call stopped."""
+
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from eigentrace import artifact
+from eigentrace.blocks import at_state
+from eigentrace.compute import Compute
+from eigentrace.data import Data, as_data
+from eigentrace.errors import InputError, MismatchError
+from eigentrace.files import sweep
+from eigentrace.fitted import Fitted, checked_compute
+from eigentrace.lock import locked
+from eigentrace.project import Job, fitting_batch
+from eigentrace.projected import ProjectedFit
+from eigentrace.run import Run
+from eigentrace.settings import check_counts, check_not_negative, plain
+from eigentrace.store import Folder
+from eigentrace.store.shards import as_dtype, gaps
+from eigentrace.store.table import as_columns, write_table
+from eigentrace.terms import FEATURES, Term, held_part, scored, terms_of, weights_of
+from eigentrace.version import __version__
+
+Stored = Literal["fp32", "fp16"]
+
+# What may lie in a directory before a run begins in it: a fit, and what a killed beginning left.
+_BEFORE_THE_MANIFEST = ("lock", "request.json", "fit", "krylov", "weights.safetensors", "columns.parquet")
+
+
+def score(
+    fitted: Fitted,
+    data: Any,
+    out: str | Path,
+    *,
+    shard_rows: int = 250_000,
+    shard_seconds: float = 60.0,
+    features: Stored = "fp32",
+    columns: Any = None,
+    compute: Compute | None = None,
+    how: Mapping[str, Any] | None = None,
+) -> Run:
+    """Score every example into a run on disk; the same call goes on where an earlier one was stopped.
+
+    A row of the run is a row of the data. What it holds per example: the loss, the gradient's norm, self-influence, the
+    given and the predicted class where the task has classes, and the features of the fit.
+
+    Args:
+        fitted: The fit. With `fitted.stored(data)` its whole tail can be asked about later without the model.
+        data: The training examples, in any of the forms `fit` takes.
+        out: The run's directory; new, or of a run begun with the same model, fit and data.
+        shard_rows: A shard of the run ends after so many examples,
+        shard_seconds: or after so much work, whichever comes first. A killed run loses at most one.
+        features: The type features are stored in.
+        columns: More to keep per example: a mapping of names to arrays, or a pyarrow Table, such as an annotator or a
+            source to group by.
+        compute: Engine, precision and batch size, which the run then is bound to.
+        how: Anything that JSON can hold, kept in the manifest for whoever continues the run.
+    """
+    check_counts(1, shard_rows=shard_rows)
+    check_not_negative(shard_seconds=shard_seconds)
+    if features not in ("fp32", "fp16"):
+        raise InputError(f"features must be 'fp32' or 'fp16', got {features!r}.")
+    terms, data, compute = terms_of(fitted), as_data(data), checked_compute(compute)
+    folder = Folder(out)
+    with locked(folder.path):
+        sweep(folder.path)
+        sweep(folder.record.folder)
+        held = folder.manifest["compute"] if folder.exists else {}
+        compute, data = _pinned(terms, data, compute, held)
+        table = as_columns(columns, data.ids, len(data))
+        manifest = _manifest(fitted, terms, data, compute, features, how)
+        if folder.exists:
+            folder.check_same(manifest, table)
+        else:
+            _begin(folder, fitted, manifest, weights_of(terms), table)
+        for rows in gaps(folder.record.read(), len(data)):
+            _fill(folder, terms, data, rows, compute, _Limits(shard_rows, shard_seconds, features))
+        if not folder.table_file.exists():
+            write_table(folder)
+    return Run(folder, fitted, data)
+
+
+def _begin(folder: Folder, fitted: Fitted, manifest: dict[str, Any], weights: Tensor, columns: pa.Table | None) -> None:
+    leftovers = sorted(path.name for path in folder.path.iterdir() if path.name not in _BEFORE_THE_MANIFEST)
+    if leftovers:
+        raise InputError(
+            f"{folder.path} holds other files ({', '.join(leftovers[:3])}) and no run. Choose a new directory: nothing "
+            "was changed."
+        )
+    if folder.fit.exists():
+        _check_fit(folder, fitted)
+    else:
+        fitted.save(folder.fit)
+    folder.begin(manifest, weights, columns)
+
+
+def _check_fit(folder: Folder, fitted: Fitted) -> None:
+    """Stop if the directory holds another fit than the one that is to be scored with."""
+    if isinstance(fitted, ProjectedFit):
+        held, mine = artifact.read_manifest(folder.fit, "fit"), fitted.manifest()
+        if any(held.get(key) != mine.get(key) for key in ("fingerprint", "method", "cut")):
+            raise MismatchError(
+                f"{folder.fit} holds another fit (of another model, or with other settings) than the one given. Score "
+                "with that one, or choose another directory; nothing was changed."
+            )
+
+
+def _pinned(terms: tuple[Term, ...], data: Data, compute: Compute, held: Mapping[str, Any]) -> tuple[Compute, Data]:
+    """Settle on a batch size, that of the run if there is one: rounding depends on it."""
+    if not data.can_rebatch:
+        return Compute(**_settings(compute) | {"batch": "data"}), data
+    if isinstance(compute.batch, str) and held.get("batch"):
+        batch = int(held["batch"])
+    else:
+        job = Job.of(terms[0].task, "losses", terms[0].block.rows, norms=True, compute=compute)
+        with at_state(terms[0].task, terms[0].block):
+            batch = fitting_batch(job, data) or 1
+    return Compute(**_settings(compute) | {"batch": batch}), data.rebatched(batch)
+
+
+def _settings(compute: Compute) -> dict[str, Any]:
+    return {name: getattr(compute, name) for name in ("engine", "precision", "memory", "batch", "compile")}
+
+
+def _manifest(
+    fitted: Fitted,
+    terms: tuple[Term, ...],
+    data: Data,
+    compute: Compute,
+    features: Stored,
+    how: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    tasks = {id(term.task): term.task for term in terms}.values()
+    pinned = {name: getattr(compute, name) for name in ("engine", "precision", "compile")}
+    return {
+        "kind": "run",
+        "format": 1,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"eigentrace": __version__, "torch": torch.__version__},
+        "model": {"fingerprint": [artifact.fingerprint(task) for task in tasks]},
+        "coverage": str(terms[0].task.coverage),
+        "method": _method(fitted),
+        "num_train": fitted.num_train,
+        "has_curvature": fitted.has_curvature,
+        "data": {"rows": len(data), "fingerprint": data.fingerprint()},
+        "compute": pinned | {"batch": None if isinstance(compute.batch, str) else compute.batch},
+        "features": {
+            "count": sum(term.block.rows.count for term in terms),
+            "type": features,
+            "hold": held_part(terms),
+        },
+        "how": None if how is None else dict(how),
+    }
+
+
+def _method(fitted: Fitted) -> dict[str, Any]:
+    cut = getattr(fitted, "cut", None)
+    settings = getattr(fitted, "method", {})
+    return (
+        dict(settings)
+        if cut is None
+        else dict(settings) | {"cut": {name: plain(value) for name, value in vars(cut).items()}}
+    )
+
+
+@dataclass(frozen=True)
+class _Limits:
+    rows: int
+    seconds: float
+    features: Stored
+
+
+@dataclass
+class _Open:
+    """A shard that is being filled."""
+
+    start: int
+    began: float = field(default_factory=time.monotonic)
+    parts: list[dict[str, Tensor]] = field(default_factory=list)
+    rows: int = 0
+
+    def add(self, part: dict[str, Tensor]) -> None:
+        self.parts.append(part)
+        self.rows += len(part["loss"])
+
+    def is_full(self, limits: _Limits) -> bool:
+        return self.rows >= limits.rows or time.monotonic() - self.began >= limits.seconds
+
+    def close(self, folder: Folder) -> None:
+        folder.record.add(self.start, {name: torch.cat([p[name] for p in self.parts]) for name in self.parts[0]})
+
+
+def _fill(folder: Folder, terms: tuple[Term, ...], data: Data, rows: range, compute: Compute, limits: _Limits) -> None:
+    """Score a stretch of rows that no shard holds; on an interruption keep what is whole."""
+    shard, dtype = _Open(rows.start), as_dtype(limits.features)
+    try:
+        with closing(scored(terms, data, compute, rows)) as parts:
+            for part in parts:
+                if FEATURES in part:
+                    part[FEATURES] = part[FEATURES].to(dtype)
+                shard.add(part)
+                if shard.is_full(limits):
+                    shard.close(folder)
+                    shard = _Open(shard.start + shard.rows)
+    except KeyboardInterrupt:
+        if shard.rows:
+            shard.close(folder)
+        raise
+    if shard.rows:
+        shard.close(folder)

@@ -1,0 +1,95 @@
+"""The directory of a run: what it belongs to, and where its parts lie."""
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from eigentrace.artifact import read_manifest, read_tensors, write_tensors
+from eigentrace.errors import InputError, MismatchError
+from eigentrace.files import replacing
+from eigentrace.store.shards import Record
+
+KIND = "run"
+# What must be the same for a run to be continued, with the words that say so.
+_IDENTITY = {
+    "model": "model, weights or selection of parameters",
+    "method": "settings of the fit",
+    "data": "training data",
+    "compute": "batch size, precision or engine",
+    "features": "type or number of stored features",
+}
+
+
+class Folder:
+    """Paths and files of one run; it reads and writes, and knows nothing of models."""
+
+    def __init__(self, path: str | Path) -> None:
+        if not isinstance(path, str | Path):
+            raise InputError(f"A run is named by the path of its directory, got {type(path).__name__}.")
+        self.path = Path(path)
+        self.record = Record(self.path)
+        self.fit, self.krylov = self.path / "fit", self.path / "krylov"
+        self.columns_file, self.table_file = self.path / "columns.parquet", self.path / "table.parquet"
+
+    @property
+    def exists(self) -> bool:
+        """Tell whether scoring has begun here."""
+        return (self.path / "manifest.json").exists()
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """What the run is, and what it belongs to."""
+        return read_manifest(self.path, KIND)
+
+    @cached_property
+    def weights(self) -> Tensor:  # (K,) float64
+        """One weight per stored feature, so that Σ weight φ(x) φ(z) is a score."""
+        return read_tensors(self.path / "weights.safetensors")["weights"]
+
+    def begin(self, manifest: Mapping[str, Any], weights: Tensor, columns: pa.Table | None) -> None:
+        """Write what a new run is; the manifest comes last, so that a run with one is complete in this respect."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with replacing(self.path / "weights.safetensors") as partial:
+            write_tensors({"weights": weights.to("cpu", torch.float64).contiguous()}, partial)
+        if columns is not None:
+            with replacing(self.columns_file) as partial:
+                pq.write_table(columns, partial)
+        with replacing(self.path / "manifest.json") as partial:
+            partial.write_text(json.dumps(manifest, indent=2, allow_nan=False) + "\n")
+        self.__dict__.pop("manifest", None)
+
+    def check_same(self, manifest: Mapping[str, Any], columns: pa.Table | None) -> None:
+        """Stop if the run belongs to something else than what is asked for now."""
+        for key, words in _IDENTITY.items():
+            held, asked = self.manifest[key], manifest[key]
+            if held != asked:
+                raise MismatchError(
+                    f"The run at {self.path} was begun with another {words}: {_differing(held, asked)}. "
+                    "Continue it with what it was begun with, or choose another directory; nothing was changed."
+                )
+        if columns is not None and not (
+            self.columns_file.exists() and pq.read_table(self.columns_file).equals(columns)
+        ):
+            raise MismatchError(
+                f"The run at {self.path} was begun with other ids or columns. Leave them out to continue with those it "
+                "has, or choose another directory; nothing was changed."
+            )
+
+
+def _differing(held: Any, asked: Any) -> str:
+    if not isinstance(held, dict) or not isinstance(asked, dict):
+        return f"it has {_short(held)}, asked for is {_short(asked)}"
+    keys = [key for key in sorted({*held, *asked}) if held.get(key) != asked.get(key)]
+    return "; ".join(f"{key} is {_short(held.get(key))} there and {_short(asked.get(key))} here" for key in keys)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:24]}…"

@@ -1,0 +1,221 @@
+"""A run holds what the fit says, answers as the fit answers, and tells when it is asked for what it cannot know."""
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import eigentrace as et
+from eigentrace.errors import BusyError, InputError, MismatchError, UnsupportedError
+from eigentrace.lock import locked
+from tests.runs import data, fit, task
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return fit()
+
+
+@pytest.fixture(scope="module")
+def run(fitted, tmp_path_factory):
+    return et.score(fitted, data(), tmp_path_factory.mktemp("runs") / "x", shard_rows=20)
+
+
+METHODS = {
+    "tail": fit,
+    "truncated": lambda: fit(method=et.Arnoldi(steps=20, keep=6, tail=None)),
+    "stored": lambda: fit().stored(data(), coordinates=12),
+    "randproj": lambda: fit(method=et.RandProj(keep=5)),
+    "tracin": lambda: fit(method=et.TracIn()),
+    "checkpoints": lambda: fit(method=et.TracIn(checkpoints=[task(s).model.state_dict() for s in (1, 2)])),
+    "ensemble": lambda: et.Ensemble([fit(seed=1), fit(seed=2)]),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_columns_are_what_the_fit_says(name, tmp_path):
+    method = METHODS[name]()
+    run = et.score(method, data(), tmp_path / "x", shard_rows=20)
+    expected = method.self_influence(data())
+    assert np.allclose(run.column("self_influence"), expected, rtol=1e-5, atol=1e-7)
+    assert np.allclose(
+        run.column("gradient_norm") ** 2, et.TracIn().fit(task(0), data()).self_influence(data()), rtol=1e-4
+    ) or (name in ("checkpoints", "ensemble"))
+    assert np.array_equal(run.self_influence().rows, np.arange(60))
+    assert run.num_features == (0 if name in ("tracin", "checkpoints") else method.features(data()).shape[1])
+
+
+def test_losses_classes_and_the_table(run, fitted):
+    everything = next(data(batch_size=60).batches()).values
+    with torch.no_grad():
+        logits = fitted.task.model(everything[0])
+    losses = torch.nn.functional.cross_entropy(logits, everything[1], reduction="none")
+    assert np.allclose(run.column("loss"), losses, rtol=1e-5)
+    assert np.array_equal(run.column("label"), everything[1])
+    assert np.array_equal(run.column("prediction"), logits.argmax(dim=1))
+    assert np.allclose(run.column("confidence"), logits.softmax(dim=1).max(dim=1).values)
+    table = pq.read_table(run.path / "table.parquet")
+    assert table.column_names == [
+        "row", "loss", "gradient_norm", "self_influence", "label", "prediction", "confidence",
+    ]  # fmt: skip
+    assert np.array_equal(table["self_influence"], run.column("self_influence"))
+    assert np.array_equal(table["row"], np.arange(60))
+
+
+def test_features_come_back_chunk_by_chunk(run, fitted):
+    chunks = list(run.feature_chunks(rows_at_once=7))
+    assert [first for first, _ in chunks[:4]] == [0, 7, 14, 21]
+    expected = fitted.features(data())
+    assert torch.allclose(torch.cat([chunk for _, chunk in chunks]), expected, rtol=1e-5, atol=1e-6)
+    picked = np.array([59, 3, 3, 21])
+    assert torch.equal(run.features_of(picked), torch.cat([chunk for _, chunk in chunks])[picked])
+
+
+def test_half_the_bytes(fitted, tmp_path):
+    run = et.score(fitted, data(), tmp_path / "x", features="fp16")
+    assert {chunk.dtype for _, chunk in run.feature_chunks()} == {torch.float16}
+    assert np.allclose(run.column("self_influence"), fitted.self_influence(data()), rtol=1e-5)
+
+
+def test_the_highest_come_first(run):
+    found = run.self_influence()
+    top = found.top(5)
+    assert np.array_equal(top.rows, np.argsort(-found.values, kind="stable")[:5])
+    assert np.array_equal(top.scores, found.values[top.rows])
+    assert found.quantile(0.5) == pytest.approx(np.median(found.values))
+    assert np.allclose(run.self_influence(unit="nats").values, found.values / 60)
+    assert str(top).splitlines()[0].endswith(str(top.rows[0]))
+
+
+def test_equal_scores_come_in_row_order():
+    from eigentrace.run import Ranking
+
+    ranking = Ranking(np.array([1.0, 3.0, np.nan, 3.0, 3.0]), np.array(list("abcde")))
+    assert ranking.top(2).rows.tolist() == [1, 3]
+    assert ranking.top(9).ids.tolist() == ["b", "d", "e", "a", "c"]
+
+
+def test_ids_and_columns_travel(fitted, tmp_path):
+    names = [f"n{row}" for row in range(60)]
+    source = np.array(["web", "book", "web"] * 20)
+    run = et.score(fitted, data(ids=names), tmp_path / "x", shard_rows=13, columns={"source": source})
+    assert run.ids.tolist() == names
+    assert run.columns[-1] == "source"
+    assert np.array_equal(run.column("source"), source)
+    table = run.table()
+    assert table["id"].to_pylist() == names
+    assert table["source"].to_pylist() == source.tolist()
+    assert run.self_influence().top(1).ids[0] == names[int(run.self_influence().top(1).rows[0])]
+    again = et.open_run(tmp_path / "x")
+    assert again.ids.tolist() == names
+    with pytest.raises(MismatchError, match="other ids or columns"):
+        et.score(fitted, data(ids=names), tmp_path / "x", columns={"source": np.roll(source, 1)})
+
+
+def test_a_finished_run_is_opened_and_not_scored_again(run, fitted):
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.name != "lock"}
+    again = et.score(fitted, data(), run.path)
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.name != "lock"} == before
+    assert np.array_equal(again.column("loss"), run.column("loss"))
+
+
+def test_shards_end_by_rows_or_by_work(fitted, tmp_path):
+    def stops(run):
+        return [shard.stop for shard in run.shards]
+
+    assert stops(et.score(fitted, data(), tmp_path / "a", shard_rows=20)) == [24, 48, 60]
+    assert stops(et.score(fitted, data(), tmp_path / "b", shard_seconds=0)) == [8, 16, 24, 32, 40, 48, 56, 60]
+    assert stops(et.score(fitted, data(), tmp_path / "c")) == [60]
+
+
+REFUSED = {
+    "another model": (lambda: (fit(seed=1), data()), {}, "another model, weights or selection"),
+    "another fit": (lambda: (fit(method=et.Arnoldi(steps=20, keep=5)), data()), {}, "another settings of the fit"),
+    "other data": (lambda: (fit(), et.Data([Points_(row) for row in range(60)], batch_size=8)), {}, "training data"),
+    "fewer data": (lambda: (fit(), data(50)), {}, "training data"),
+    "another batch size": (lambda: (fit(), data()), {"compute": et.Compute(batch=16)}, "batch is 8 there and 16 here"),
+    "another precision": (
+        lambda: (fit(), data()), {"compute": et.Compute(precision="bf16")}, 'precision is "fp32" there and "bf16" here',
+    ),
+    "other features": (lambda: (fit(), data()), {"features": "fp16"}, "type or number of stored features"),
+}  # fmt: skip
+
+
+def Points_(row):
+    return torch.full((5,), float(row)), row % 3
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_run_of_something_else_is_left_alone(name, run):
+    make, options, message = REFUSED[name]
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != "lock"}
+    other, given = make()
+    with pytest.raises(MismatchError, match=message):
+        et.score(other, given, run.path, **options)
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != "lock"} == before
+
+
+def test_the_batch_size_of_the_run_wins(run, fitted):
+    again = et.score(fitted, data(batch_size=11), run.path)
+    assert again.manifest["compute"]["batch"] == 8
+
+
+def test_a_directory_with_other_things_is_left_alone(fitted, tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(InputError, match=r"holds other files \(thesis.txt\)"):
+        et.score(fitted, data(), tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_another_fit_in_the_directory_is_told(fitted, tmp_path):
+    fit(seed=1).save(tmp_path / "x" / "fit")
+    with pytest.raises(MismatchError, match="holds another fit"):
+        et.score(fitted, data(), tmp_path / "x")
+
+
+def test_one_writer_at_a_time(fitted, run):
+    with locked(run.path), pytest.raises(BusyError, match=r"is being written by process \d+"):
+        et.score(fitted, data(), run.path)
+
+
+def test_reading_what_is_not_there(run, tmp_path):
+    with pytest.raises(MismatchError, match="holds no manifest"):
+        et.open_run(tmp_path)
+    with pytest.raises(InputError, match=r"no column 'colour'. It has: loss, gradient_norm"):
+        run.column("colour")
+    with pytest.raises(InputError, match="Row 60 is not in this run"):
+        run.features_of(np.array([60]))
+
+
+def test_methods_without_rows_are_told(tmp_path):
+    with pytest.raises(UnsupportedError, match="has no features to store"):
+        et.score(fit(method=et.Loss()), data(), tmp_path / "x")
+    run = et.score(fit(method=et.TracIn()), data(), tmp_path / "y")
+    with pytest.raises(UnsupportedError, match="TracIn stores no features"):
+        next(run.feature_chunks())
+    with pytest.raises(UnsupportedError, match="no unit 'nats'"):
+        run.self_influence(unit="nats")
+
+
+def test_an_unfinished_run_says_so(run, tmp_path, fitted):
+    part = et.score(fitted, data(), tmp_path / "x", shard_rows=20)
+    record = json.loads((part.path / "shards.json").read_text())
+    record["shards"] = record["shards"][:2]
+    (part.path / "shards.json").write_text(json.dumps(record))
+    opened = et.open_run(part.path)
+    assert (opened.is_complete, opened.num_missing) == (False, 12)
+    assert "12 missing" in repr(opened)
+    with pytest.raises(InputError, match="not complete: 12 of 60 examples are missing"):
+        opened.self_influence()
+    assert et.score(fitted, data(), part.path).is_complete
+
+
+def test_attaching_checks_model_and_data(run):
+    with pytest.raises(MismatchError, match="another model"):
+        et.open_run(run.path, task(3))
+    with pytest.raises(MismatchError, match="its examples differ"):
+        et.open_run(run.path, task(), et.Data([Points_(row) for row in range(60)]))
+    with pytest.raises(MismatchError, match="has 60 examples and the data 59"):
+        et.open_run(run.path, task(), data(59))
