@@ -20,19 +20,21 @@ def test_readme_code_runs(tmp_path, monkeypatch):
     x, y = torch.randn(60, 8), torch.randint(0, 3, (60,))
     names = {"model": model, "train": TensorDataset(x, y), "queries": [(x[:2], y[:2])]}
     exec(code, names)
-    assert names["suspects"].shape == (20,)
+    assert len(names["suspects"]) == 20
+    assert names["answer"].proponents.rows.shape == (2, 5)
+    assert len(names["decisions"].dropped) == 3
     assert names["influence"].shape == (2, 60)
-    assert et.load("runs/fit", names["task"]).num_train == 60
+    assert et.open_run("runs/mine").is_complete
 
 
-def test_guide_code_runs(capsys):
+def test_guide_code_runs(capsys, tmp_path):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     x, y = torch.randn(80, 3), torch.randint(0, 3, (80,))
     states = [{name: value + shift for name, value in model.state_dict().items()} for shift in (0.1, 0.2)]
     names = {"et": et, "F": nn.functional, "model": model, "dataset": TensorDataset(x, y), "queries": [(x[:2], y[:2])]}
-    names |= {"first_state": states[0], "last_state": states[1]}
+    names |= {"first_state": states[0], "last_state": states[1], "folder": tmp_path}
     page = (ROOT / "docs" / "guide.md").read_text()
     for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(code, names)
@@ -41,6 +43,21 @@ def test_guide_code_runs(capsys):
     assert names["phi"].shape == (80, 10)
     assert len(names["paper"].spectrum.eigenvalues) <= 5
     assert names["tracin"].self_influence(names["data"]).shape == (80,)
+
+
+def test_code_of_the_page_on_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5))
+    x, y = torch.randn(60, 6), torch.randint(0, 5, (60,))
+    names = {"task": et.classification(model), "train": TensorDataset(x, y), "queries": [(x[:2], y[:2])]}
+    names["sources"] = ["web", "book", "web"] * 20
+    page = (ROOT / "docs" / "runs.md").read_text()
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, names)
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    assert names["by_source"].num_rows == 2
+    assert names["table"].num_rows == 60
+    assert names["answer"].how == "exact"
 
 
 @pytest.mark.parametrize(
