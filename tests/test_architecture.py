@@ -17,7 +17,7 @@ SOURCE = Path(eigentrace.__file__).parent
 TIERS = (
     ("errors", "progress", "version"),
     ("settings", "seal", "fallback", "ranks", "files"),
-    ("lock", "fresh"),
+    ("lock",),
     ("compute",),
     ("vector", "batch", "wide"),
     ("digest",),

@@ -229,7 +229,7 @@ def test_everything_is_on_disk_before_the_name_appears(task, tmp_path, monkeypat
     fit(task).save(path)
     before = {os.path.basename(name) for name, there in synced if not there}
     assert {"manifest.json", "block-0.safetensors"} <= before
-    assert any(name.startswith(".fit.partial-") for name in before)
+    assert any(name.startswith(".fit.") and name.endswith(".partial") for name in before)
     assert synced[-1] == (str(tmp_path), True)
     assert [p.name for p in tmp_path.iterdir()] == ["fit"]
 

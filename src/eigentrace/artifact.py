@@ -3,8 +3,6 @@
 import errno
 import hashlib
 import json
-import shutil
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eigentrace.errors import InputError, MismatchError
-from eigentrace.files import NO_ROOM, storage_error, sync
+from eigentrace.errors import MismatchError
+from eigentrace.files import NO_ROOM, appearing
 from eigentrace.progress import track
 from eigentrace.task import Task
 
@@ -33,27 +31,12 @@ def fingerprint(task: Task) -> str:
 
 
 def write(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Write a manifest and named safetensors files as a new directory: under a temporary name first, then renamed."""
-    if path.exists():
-        raise InputError(f"{path} exists already and is left as it is. Choose another path, or remove it first.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
-    partial.mkdir()
-    try:
+    """Write a manifest and named safetensors files as a new directory, which appears whole or not at all."""
+    with appearing(path) as partial:
+        partial.mkdir()
         for name, tensors in files.items():
             write_tensors({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, partial / name)
         (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2, allow_nan=False) + "\n")
-        for file in partial.iterdir():
-            sync(file)
-        sync(partial)
-        partial.rename(path)
-        sync(path.parent)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise storage_error(error, path) from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def read_manifest(path: Path, kind: str) -> dict[str, Any]:

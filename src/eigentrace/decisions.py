@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from eigentrace.errors import InputError, MismatchError
-from eigentrace.fresh import appearing
+from eigentrace.files import appearing
 
 # Rows whose reasons are put into words at a time.
 _ROWS_AT_ONCE = 1 << 18

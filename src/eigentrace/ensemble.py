@@ -1,7 +1,5 @@
 """Several fits as one: checkpoints of a training, or trainings from several seeds."""
 
-import shutil
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from eigentrace.compute import Compute
 from eigentrace.data import Data, as_data
 from eigentrace.distill import Spectrum
 from eigentrace.errors import InputError, MismatchError, UnsupportedError
+from eigentrace.files import appearing
 from eigentrace.fitted import Fitted
 from eigentrace.progress import track
 from eigentrace.projected import ProjectedFit
@@ -124,9 +123,6 @@ class Ensemble(Fitted):
 
     def save(self, path: str | Path) -> None:
         """Write all members to a new directory, to be read back by `eigentrace.load`."""
-        path = Path(path)
-        if path.exists():
-            raise InputError(f"{path} exists already and is left as it is. Choose another path, or remove it first.")
         manifest = {
             "kind": _KIND,
             "format": 1,
@@ -137,14 +133,10 @@ class Ensemble(Fitted):
         files = {}
         for number, (state, member) in enumerate(zip(self.states or (), self.members, strict=self.states is not None)):
             files[f"state-{number}.safetensors"] = member.task.canonical(state.load())
-        partial = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
-        try:
+        with appearing(Path(path)) as partial:
             artifact.write(partial, manifest, files)
             for number, member in enumerate(self.members):
                 member.save(partial / f"member-{number}")
-            partial.rename(path)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
     def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
         return _mean(

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eigentrace.errors import DataError, InputError, MismatchError, UnsupportedError
-from eigentrace.fresh import appearing
+from eigentrace.files import appearing
 from eigentrace.inputs.files import FORMATS, Files, find_files
 
 _DELIMITERS = (b",", b";", b"\t", b"|")

@@ -1,14 +1,15 @@
-"""Files that appear whole or not at all: written under a temporary name, forced to the disk, then renamed."""
+"""Files and directories that appear whole or not at all: written under another name, forced to the disk, renamed."""
 
 import errno
 import hashlib
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from eigentrace.errors import StorageError
+from eigentrace.errors import InputError, StorageError
 
 _PARTIAL = ".partial"
 _CHUNK = 1 << 22
@@ -30,7 +31,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Whatever goes wrong, `path` is as it was before, and the temporary file is gone.
     """
-    partial = path.with_name(f".{path.name}{_PARTIAL}")
+    partial = _beside(path)
     try:
         yield partial
         sync(partial)
@@ -42,6 +43,49 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """Give a temporary path to write a new file or directory to; on success it becomes `path`, in one step.
+
+    A path that exists is refused, before the work and after it. Whatever goes wrong, nothing is left behind.
+    """
+    _refuse_existing(path)
+    partial = _beside(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        for written in (*partial.rglob("*"), partial):
+            sync(written)
+        _publish(partial, path)
+        sync(path.parent)
+    except OSError as error:
+        raise storage_error(error, path) from error
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
+
+
+def _publish(partial: Path, path: Path) -> None:
+    """Give what was written its name, and leave alone what has taken the name in the meantime."""
+    if partial.is_file():
+        with suppress(OSError):  # the name is taken, or the file system has no hard links
+            os.link(partial, path)
+            return
+    _refuse_existing(path)
+    partial.rename(path)
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists() or path.is_symlink():
+        raise InputError(f"{path} exists already and is left as it is. Choose another path, or remove it first.")
 
 
 def storage_error(error: OSError, path: Path) -> StorageError:
@@ -58,7 +102,7 @@ def storage_error(error: OSError, path: Path) -> StorageError:
 
 def sweep(folder: Path) -> None:
     """Remove what killed processes left half written."""
-    for leftover in folder.glob(f".*{_PARTIAL}*"):
+    for leftover in folder.glob(f".*{_PARTIAL}"):
         if leftover.is_dir():
             shutil.rmtree(leftover)
         else:

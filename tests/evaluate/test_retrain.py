@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import eigentrace.evaluate.store as store_module
@@ -87,20 +88,20 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path):
 
 def test_killed_while_writing(tmp_path, monkeypatch):
     """A file that was not finished does not count, and nothing of it stays."""
-    save = store_module.save_file
+    save = store_module.write_tensors
 
     def cut_short(tensors, path):
         save(tensors, path)
         path.write_bytes(path.read_bytes()[:20])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store_module, "save_file", cut_short)
+    monkeypatch.setattr(store_module, "write_tensors", cut_short)
     with pytest.raises(KeyboardInterrupt):
         retrain(Counting().loop(), SUBSETS, seeds=2, cache=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json"]
     monkeypatch.undo()
     # A machine that went down leaves the partial file behind: it is not read.
-    (tmp_path / ".part-000000-abc.safetensors.partial-1234").write_bytes(b"half")
+    (tmp_path / ".part-000000-abc.safetensors.1234.partial").write_bytes(b"half")
     retrain(Counting().loop(), SUBSETS, seeds=2, cache=tmp_path)
     assert len(parts(tmp_path)) == 8
 
@@ -149,7 +150,7 @@ def test_damaged_parts_are_refused(tmp_path):
     part.write_bytes(part.read_bytes()[:30])
     with pytest.raises(MismatchError, match="damaged or cut short"):
         retrain(Counting().loop(), SUBSETS, seeds=1, cache=tmp_path)
-    store_module.save_file({"keys": torch.zeros(2, 32, dtype=torch.uint8)}, part)
+    save_file({"keys": torch.zeros(2, 32, dtype=torch.uint8)}, part)
     with pytest.raises(MismatchError, match="does not hold trained models"):
         retrain(Counting().loop(), SUBSETS, seeds=1, cache=tmp_path)
     part.unlink()
@@ -169,7 +170,7 @@ def test_results_are_saved_and_read_back(tmp_path):
         found.save(tmp_path / "saved")
     with pytest.raises(MismatchError, match="another kind of artifact"):
         Retrained.load(tmp_path / "cache")
-    store_module.save_file({"masks": torch.zeros(1)}, tmp_path / "saved" / "retrained.safetensors")
+    save_file({"masks": torch.zeros(1)}, tmp_path / "saved" / "retrained.safetensors")
     with pytest.raises(MismatchError, match=r"holds \['masks'\] in place of masks and outputs"):
         Retrained.load(tmp_path / "saved")
 

@@ -2,20 +2,18 @@
 
 import hashlib
 import json
-import os
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from eigentrace.artifact import read_manifest, read_tensors
+from eigentrace.artifact import read_manifest, read_tensors, write_tensors
 from eigentrace.errors import MismatchError
 from eigentrace.evaluate.subsets import Job
+from eigentrace.files import replacing
 from eigentrace.version import __version__
 
 _KIND = "cache of retrained models"
@@ -41,7 +39,8 @@ class Store:
             path.mkdir(parents=True, exist_ok=True)
             manifest = {"kind": _KIND, "format": 1, "version": __version__, "recipe": here}
             text = json.dumps(manifest, indent=2) + "\n"
-            _write(path / _MANIFEST, lambda partial: partial.write_text(text))
+            with replacing(path / _MANIFEST) as partial:
+                partial.write_text(text)
         _compare(path, read_manifest(path, _KIND)["recipe"], here)
         self._known: dict[bytes, Tensor] = {}
         for part in sorted(path.glob("part-*.safetensors")):
@@ -62,7 +61,8 @@ class Store:
             "outputs": outputs.detach().cpu().contiguous(),
         }
         name = f"part-{len(self._known):06d}-{keys[0].hex()[:12]}.safetensors"
-        _write(self.path / name, lambda partial: save_file(tensors, partial))
+        with replacing(self.path / name) as partial:
+            write_tensors(tensors, partial)
         self._known.update(zip(keys, outputs, strict=True))
 
     def key(self, job: Job) -> bytes:
@@ -101,24 +101,3 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 def _short(value: Any) -> str:
     text = " ".join(str(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file under another name, make sure it has reached the disk, and rename it."""
-    partial = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
-    try:
-        write(partial)
-        _sync(partial)
-        partial.rename(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
