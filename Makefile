@@ -5,6 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv-peers
+BROWSER := tests/browser/node_modules/.installed
 
 .PHONY: setup demo test test-slow check format bench-small peers clean
 
@@ -21,8 +22,12 @@ demo: setup
 	$(BIN)/eigentrace demo
 
 # Small models do not gain from threads: one each, and as many tests at once as there are cores.
-test: setup
+test: setup $(BROWSER)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not gpu"
+
+# Chromium and a driver for it; where they cannot be had, it says so and the tests of the page are skipped.
+$(BROWSER): tests/browser/package-lock.json tools/install_browser.sh
+	tools/install_browser.sh
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow"
@@ -53,4 +58,4 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv $(PEERS) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv $(PEERS) tests/browser/node_modules .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -19,8 +19,8 @@ Scale = Callable[[int, int], Tensor]
 
 # Scores whose extremes are taken together. Only where an extreme beats what is held are single scores looked at.
 _GROUP = 64
-# Scores held at a time: 4 MiB stay in a processor's cache; a GPU has to be kept busy instead.
-_SCORES, _SCORES_ON_GPU = 2**20, 2**26
+# Scores held at a time: 4 MiB for each of some threads stay in a processor's cache; a GPU has to be kept busy instead.
+_SCORES, _MOST_THREADS, _SCORES_ON_GPU = 2**20, 8, 2**26
 _LEAST_ROWS, _MOST_ROWS = 512, 2**20
 # Beyond this part of all groups, a piece is first cut down to the best k of each query.
 _CROWDED = 0.25
@@ -69,7 +69,7 @@ def search(
         k: How many on either side. Where fewer may be found, row -1 and the score NaN fill up at the end.
         allowed: Which rows may be found at all, or by which query: those of its class, or all but its own.
         scale: Divides each example's scores, for instance by the norm of its features.
-        device: Where to multiply; where `asked` lies if None. The answer lies there in any case.
+        device: Where to multiply; where `asked` lies if None. The answer is brought back to where `asked` lies.
         both: Look for the lowest too. If not, opponents are all -1 and NaN.
     """
     check_counts(1, k=k)
@@ -168,8 +168,8 @@ def _first_best(strengths: Tensor, floor: Tensor, k: int) -> Tensor:  # (Q, n), 
 
 
 def _rows_at_once(num_queries: int, device: torch.device) -> int:
-    scores = _SCORES if device.type == "cpu" else _SCORES_ON_GPU
-    rows = 2 ** ((scores // max(1, num_queries)).bit_length() - 1) if num_queries < scores else 1
+    scores = _SCORES * min(torch.get_num_threads(), _MOST_THREADS) if device.type == "cpu" else _SCORES_ON_GPU
+    rows = 2 ** (max(1, scores // max(1, num_queries)).bit_length() - 1)
     return max(_LEAST_ROWS, min(_MOST_ROWS, rows))  # a power of two: chunks of 65,536 rows need not be joined
 
 
@@ -213,7 +213,7 @@ def _moved(blocks: Iterator[tuple[int, Tensor]], device: torch.device) -> Iterat
     copying, ahead = torch.cuda.Stream(device), None
     for first, block in blocks:
         with torch.cuda.stream(copying):
-            moved = block if block.is_cuda else block.pin_memory().to(device, non_blocking=True)
+            moved = (block if block.is_cuda else block.pin_memory()).to(device, non_blocking=True)
         here = (first, moved, copying.record_event())
         if ahead is not None:
             yield _arrived(*ahead, device)
