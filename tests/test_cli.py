@@ -2,7 +2,6 @@ import builtins
 import inspect
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -33,7 +32,7 @@ def test_help_lists_the_demo_and_its_options(monkeypatch, capsys):
     assert all(option in out for option in ("--out", "--seed", "--steps"))
 
 
-def test_help_is_quick_and_leaves_torch_alone():
+def test_help_leaves_torch_alone():
     code = (
         "import sys\n"
         "from eigentrace.cli import main\n"
@@ -43,11 +42,8 @@ def test_help_is_quick_and_leaves_torch_alone():
         "finally:\n"
         "    print('loaded:', [name for name in ('torch', 'numpy') if name in sys.modules])\n"
     )
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.rstrip().endswith("loaded: []")
-    # Half a second on an idle machine; torch alone would take two or more.
-    assert time.perf_counter() - start < 2
 
 
 def test_without_typer_it_says_what_to_install(monkeypatch, capsys):

@@ -4,8 +4,9 @@ The commands, their options and their help are in `words`; what they do is in `c
 """
 
 import sys
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from eigentrace import __version__
 from eigentrace.errors import EigentraceError
@@ -30,11 +31,22 @@ def main() -> None:
             raise
         sys.exit(_NO_TYPER)
     try:
-        app(prog_name="eigentrace", standalone_mode=True)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            app(prog_name="eigentrace", standalone_mode=True)
     except EigentraceError as error:
-        # One line, whatever the message's own layout: what happened is in the words, not in a traceback.
-        print(f"eigentrace: {' '.join(str(error).split())}", file=sys.stderr)
+        _complain(error)
         sys.exit(2)
+
+
+def _complain(what: Warning | Exception | str) -> None:
+    # One line, whatever the message's own layout: what happened is in the words, not in a traceback.
+    print(f"eigentrace: {' '.join(str(what).split())}", file=sys.stderr, flush=True)
+
+
+def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
+    """Show a warning without the line of source that it came from."""
+    _complain(f"warning: {message}")
 
 
 def _make_app() -> "typer.Typer":

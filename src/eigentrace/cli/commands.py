@@ -1,13 +1,13 @@
 """What the commands do. Results go to the standard output, everything else to the standard error."""
 
 import json
+import math
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,14 +16,16 @@ import pyarrow.parquet as pq
 
 from eigentrace.artifact import read_manifest
 from eigentrace.cleaning import clean as decide
-from eigentrace.cli.showing import show_explanation, show_table
+from eigentrace.cli import request
+from eigentrace.cli.showing import class_names, counted, show_explanation, show_fit, show_run
 from eigentrace.compute import Compute
 from eigentrace.ensemble import load
-from eigentrace.errors import InputError, MismatchError
+from eigentrace.errors import InputError
+from eigentrace.explain import Explanation
 from eigentrace.exporting import export
 from eigentrace.files import replacing, sweep
 from eigentrace.health import check as look
-from eigentrace.inputs import Inputs, from_config, make_inputs
+from eigentrace.inputs import Inputs
 from eigentrace.lock import locked
 from eigentrace.methods import Arnoldi
 from eigentrace.run import Run, open_run
@@ -31,43 +33,44 @@ from eigentrace.scoring import score as score_run
 from eigentrace.store import Folder
 from eigentrace.store.table import ID, OWN_COLUMNS
 
-_REQUEST = "request.json"
-
 
 def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], as_json: bool) -> None:
     """Fit into a new run, or go on with a fit that was interrupted."""
     folder = Folder(path)
-    how = _request(folder, config, given)
-    with _resumable(f"eigentrace fit {path}"), locked(folder.path):
-        _remember(folder, how)
+    how = request.settled(path, config, given)
+    method = Arnoldi(**how["fit"])
+    # Nothing is written before the model and the data are there: wrong words leave no run behind.
+    inputs = None if folder.fit.exists() else request.made(how)
+    with locked(folder.path):
+        request.remember(path, how)
         sweep(folder.path)
-        if not folder.fit.exists():
-            inputs = make_inputs(how)
+        if inputs is not None and not folder.fit.exists():
             _note(f"{len(inputs.data):,} examples; {inputs.task.coverage}")
-            fitted = Arnoldi(**how["fit"]).fit(inputs.task, inputs.data, resume=folder.krylov)
+            fitted = method.fit(inputs.task, inputs.data, resume=folder.krylov)
             (fitted if fitted.coordinates is None else fitted.stored()).save(folder.fit)
         if folder.krylov.exists():
             shutil.rmtree(folder.krylov)
     saved = read_manifest(folder.fit, "fit")
-    result = {"run": str(path), "fit": str(folder.fit), "method": saved["method"], "coverage": saved["coverage"]}
-    _answer(result, f"Fitted: {saved['coverage']}.\nNext: eigentrace score {path}", as_json)
+    result = {"run": str(path), "fit": str(path / "fit")}
+    result |= {key: saved[key] for key in ("method", "coverage", "num_train", "num_products", "ending")}
+    _answer(result, f"{show_fit(saved)}\nNext: eigentrace score {path}", as_json)
 
 
 def score(path: Path, given: Mapping[str, Any], device: str | None, as_json: bool) -> None:
     """Score every example into the run, or go on."""
     folder = Folder(path)
-    how = _read_request(folder)
+    how = request.stored(path)
     if not folder.fit.exists():
         raise InputError(f"{path} holds no finished fit. Run first: eigentrace fit {path}")
     asked = dict(how["score"]) | {name: value for name, value in given.items() if value is not None}
     limits = {name: asked.pop(name) for name in ("shard_rows", "shard_seconds", "features") if name in asked}
-    with _resumable(f"eigentrace score {path}"):
-        inputs = make_inputs(_on(how, device))
-        fitted = load(folder.fit, inputs.task)
-        known = how | {"classes": _classes(inputs)}
-        columns = _columns(inputs)
-        run = score_run(fitted, inputs.data, path, columns=columns, compute=Compute(**asked), how=known, **limits)
-    _answer(_summary(run), _words(run) + f"\nNext: eigentrace info {path}", as_json)
+    compute = Compute(**asked)
+    inputs = request.made(how, device)
+    fitted = load(folder.fit, inputs.task)
+    known = how | {"classes": _classes(inputs)}
+    run = score_run(fitted, inputs.data, path, columns=_columns(inputs), compute=compute, how=known, **limits)
+    words = f"Scored {counted(run.num_rows, 'example')} into {counted(len(run.shards), 'shard')} of {path}."
+    _answer(_summary(run, path), f"{words}\nNext: eigentrace info {path}", as_json)
 
 
 def explain(
@@ -82,24 +85,25 @@ def explain(
     """Print proponents and opponents."""
     if bool(rows) == (queries is not None):
         raise InputError("Say what to explain: rows of the run (--row 12), or new examples (--queries file.csv).")
-    if out is not None and out.exists():
-        raise InputError(f"{out} exists already and is left as it is. Choose another path.")
-    run = open_run(path)
+    if out is not None:
+        _check_answers_file(out)
+    run = _opened(path)
     asked: Any = rows
     if exact or queries is not None or options["top_labels"] is not None:
-        how = _read_request(run.folder)
-        inputs = make_inputs(how)
-        run = run.attached(inputs.task, inputs.data)
+        how = request.stored(path)
+        inputs = request.made(how)
+        # To compare the data with what was scored takes a pass over it: only where its examples are needed.
+        run = run.attached(inputs.task, inputs.data if exact or rows or not run.num_features else None)
         if queries is not None:
-            asked = _queries(how, queries)
+            asked = request.new_examples(how, queries)
     k = options.pop("k")
     found = run.explain(asked, k, rescore=None if exact else False if run.num_features else None, **options)
-    table = found.table()
     if out is not None:
-        with replacing(out) as partial:
-            pyarrow.csv.write_csv(table, partial) if out.suffix == ".csv" else pq.write_table(table, partial)
-    result = {"how": found.how, "unit": found.unit, "answers": table.to_pylist()}
-    _answer(result, show_explanation(found, rows, _class_names(run)), as_json)
+        _write_answers(found, out)
+    result: dict[str, Any] = {"run": str(path), "how": found.how, "unit": found.unit, "classes": class_names(run)}
+    result |= {"rows": rows} if rows else {"queries": str(queries)}
+    words = show_explanation(found, run, rows) + ("" if out is None else f"\n\nAnswers: {out}")
+    _answer(result | {"answers": found.table().to_pylist()}, words, as_json)
 
 
 def clean(
@@ -112,41 +116,50 @@ def clean(
     as_json: bool,
 ) -> None:
     """Decide, and write decisions and the rest of the dataset."""
-    run = open_run(path)
+    if decisions is not None:
+        _check_new(decisions)
+    run = _opened(path)
     source = _source(run) if out is not None else None
     told = {name: _amount(value) for name, value in amounts.items() if value is not None}
-    found = decide(run, by=by, per_class=per_class, out=decisions, **told)
+    found = decide(run, by=by, per_class=per_class, **told)
     written = None if out is None or source is None else export(found, source, out, split=_input_of(run).get("split"))
+    if decisions is not None:
+        found.write(decisions)
     result = {
+        "run": str(path),
         "rows": len(found),
         "dropped": len(found.dropped),
         "kept": len(found.kept),
         "by": by,
+        "dropped_rows": found.dropped.tolist(),
         "decisions": None if decisions is None else str(decisions),
         "out": None if written is None else str(written),
     }
     lines = [str(found)]
     lines += [f"Decisions: {decisions}"] if decisions is not None else []
-    lines += [f"Without the dropped rows: {written}"] if written is not None else []
+    lines += [f"The {counted(len(found.kept), 'row')} that stay: {written}"] if written is not None else []
+    if decisions is None and written is None:
+        lines += ["Nothing was written: give --out for the dataset without these rows, or --decisions for a list."]
     _answer(result, "\n".join(lines), as_json)
 
 
 def check(path: Path, repair: bool, as_json: bool) -> None:
     """Look at every file, and with `repair` score again what is damaged or missing."""
-    health = look(path, repair=repair)
-    first = health
+    folder = request.scored(path)
+    first = health = look(path, repair=repair)
     if repair and not health.is_good:
-        folder = Folder(path)
-        how = _read_request(folder)
+        how = request.stored(path)
         pinned = {name: folder.manifest["compute"][name] for name in ("engine", "precision", "compile")}
-        inputs = make_inputs(how)
-        _note(f"Scoring {health.num_missing:,} rows again.")
+        inputs = request.made(how)
+        if health.num_missing:
+            _note(f"Scoring {counted(health.num_missing, 'row')} again.")
         score_run(
             load(folder.fit, inputs.task), inputs.data, path, columns=_columns(inputs), compute=Compute(**pinned),
             features=folder.manifest["features"]["type"], how=folder.manifest["how"],
         )  # fmt: skip
         health = look(path)
     result = {
+        "run": str(path),
         "good": health.is_good,
         "rows": health.num_rows,
         "missing": health.num_missing,
@@ -155,6 +168,8 @@ def check(path: Path, repair: bool, as_json: bool) -> None:
     if repair:
         result["repaired"] = [str(fault.path) for fault in first.faults]
     words = str(first) if not repair or first.is_good else f"{first}\nAfter repairing: {health}"
+    if not repair and not health.is_good:
+        words += f"\nNext: eigentrace check {path} --repair"
     _answer(result, words, as_json)
     if not health.is_good:
         sys.exit(1)
@@ -162,20 +177,30 @@ def check(path: Path, repair: bool, as_json: bool) -> None:
 
 def info(path: Path, as_json: bool) -> None:
     """Describe a run."""
-    folder = Folder(path)
-    if not folder.exists and (folder.fit.exists() or folder.krylov.exists()):
-        state = "fitted, not scored yet" if folder.fit.exists() else "the fit is not finished"
-        step = "score" if folder.fit.exists() else "fit"
-        result = {"run": str(path), "state": state}
-        return _answer(result, f"{path}: {state}.\nNext: eigentrace {step} {path}", as_json)
-    run = open_run(path)
-    return _answer(_summary(run), _words(run), as_json)
+    if state := request.unscored(path):
+        result = {"run": str(path), "state": state[0], "next": state[1]}
+        return _answer(result, f"{path}: {state[0]}.\nNext: {state[1]}", as_json)
+    run = _opened(path)
+    return _answer(_summary(run, path), f"{show_run(run, path)}\n{_after(run, path)}", as_json)
 
 
-def _summary(run: Run) -> dict[str, Any]:
+def _opened(path: Path) -> Run:
+    return open_run(request.scored(path).path)
+
+
+def _after(run: Run, path: Path) -> str:
+    """Say what can be done with a run next."""
+    if not run.is_complete:
+        return f"Next: eigentrace score {path}"
+    row = run.self_influence().top(1).rows[0]
+    rest = "--decisions decisions.parquet" if "function" in _input_of(run) else "--out a/new/file"
+    return f"Next: eigentrace explain {path} --row {row}\n      eigentrace clean {path} --drop 5% {rest}"
+
+
+def _summary(run: Run, path: Path) -> dict[str, Any]:
     manifest = run.manifest
     result: dict[str, Any] = {
-        "run": str(run.path),
+        "run": str(path),
         "rows": run.num_rows,
         "missing": run.num_missing,
         "coverage": manifest["coverage"],
@@ -184,6 +209,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "compute": manifest["compute"],
         "shards": len(run.shards),
         "columns": list(run.columns),
+        "classes": class_names(run),
         "versions": manifest["versions"],
     }
     if run.is_complete:
@@ -196,95 +222,6 @@ def _summary(run: Run) -> dict[str, Any]:
             agree = run.column("label") == run.column("prediction")
             result["accuracy_on_given_labels"] = float(agree.mean())
     return result
-
-
-def _words(run: Run) -> str:
-    manifest = run.manifest
-    lines = [
-        f"{run.path}: {run.num_rows:,} examples, {manifest['method']['name']}, {manifest['coverage']}",
-        f"features: {run.num_features} per example as {manifest['features']['type']} "
-        f"(they hold {manifest['features']['hold']}), {len(run.shards)} shards",
-    ]
-    if not run.is_complete:
-        return "\n".join([*lines, f"not complete: {run.num_missing:,} rows are missing"])
-    ranking = run.self_influence()
-    spread = ", ".join(f"{q:.0%} {ranking.quantile(q):.4g}" for q in (0.05, 0.5, 0.95, 0.99))
-    lines += [f"self-influence below: {spread}", "highest self-influence:"]
-    top, names = ranking.top(10), _class_names(run)
-    columns: dict[str, Any] = {"row": top.rows, "score": top.scores}
-    columns |= {} if top.ids is None else {"id": top.ids}
-    for name in ("label", "prediction", "loss"):
-        if name in run.columns:
-            values = run.column(name)[top.rows]
-            columns[name] = [names[int(v)] for v in values] if names and name != "loss" else values
-    return "\n".join([*lines, show_table(columns)])
-
-
-def _request(folder: Folder, config: Path | None, given: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Take the settings of this call; without any, those the run was begun with."""
-    given["fit"]["tail"] = _number(given["fit"]["tail"])
-    given["fit"]["coordinates"] = _number(given["fit"]["coordinates"])
-    told = config is not None or any(value is not None for part in given.values() for value in part.values())
-    stored = folder.path / _REQUEST
-    if not told:
-        return _read_request(folder)
-    how = from_config(config, given)
-    if stored.exists():
-        held = _read_request(folder)
-        if {key: held[key] for key in ("input", "fit")} != {key: how[key] for key in ("input", "fit")}:
-            raise MismatchError(
-                f"{folder.path} was begun with other settings ({stored}). Go on with `eigentrace fit {folder.path}` "
-                "alone, or choose another directory; nothing was changed."
-            )
-    return how
-
-
-def _read_request(folder: Folder) -> dict[str, Any]:
-    stored = folder.path / _REQUEST
-    try:
-        return json.loads(stored.read_text())
-    except FileNotFoundError:
-        raise InputError(
-            f"{folder.path} does not say which model and data it belongs to: {_REQUEST} is written by `eigentrace fit` "
-            "with --input, or --model, --data and --task. A run made in Python is continued there."
-        ) from None
-    except ValueError as error:
-        raise MismatchError(
-            f"{stored} is damaged ({error}). Restore it, or begin again in another directory."
-        ) from None
-
-
-def _remember(folder: Folder, how: Mapping[str, Any]) -> None:
-    stored = folder.path / _REQUEST
-    if not stored.exists():
-        others = sorted(path.name for path in folder.path.iterdir() if path.name != "lock")
-        if others:
-            raise InputError(
-                f"{folder.path} holds other files ({', '.join(others[:3])}) and no run of this command. Choose a new "
-                "directory: nothing was changed."
-            )
-        with replacing(stored) as partial:
-            partial.write_text(json.dumps(how, indent=2) + "\n")
-
-
-def _settings(fit: Mapping[str, Any]) -> dict[str, Any]:
-    known = {
-        "precision",
-        "steps",
-        "keep",
-        "tail",
-        "coordinates",
-        "curvature",
-        "positive_only",
-        "sample",
-        "spread",
-        "seed",
-    }
-    return {name: value for name, value in fit.items() if name in known | {"compile", "reliability"}}
-
-
-def _on(how: dict[str, Any], device: str | None) -> dict[str, Any]:
-    return how if device is None or "function" in how["input"] else how | {"input": how["input"] | {"device": device}}
 
 
 def _columns(inputs: Inputs) -> pa.Table | None:
@@ -303,10 +240,6 @@ def _classes(inputs: Inputs) -> list[str] | None:
     return [str(names[n]) for n in sorted(names)] if inputs.task.has_labels and names else None
 
 
-def _class_names(run: Run) -> list[str] | None:
-    return (run.manifest["how"] or {}).get("classes")
-
-
 def _input_of(run: Run) -> dict[str, Any]:
     return (run.manifest["how"] or {}).get("input", {})
 
@@ -322,55 +255,44 @@ def _source(run: Run) -> Path:
     return Path(dataset)
 
 
-def _queries(how: Mapping[str, Any], queries: Path) -> Any:
-    if "function" in how["input"]:
-        raise InputError(
-            "New examples for a function's data are asked about in Python: run.explain(queries, task=...)."
-        )
-    changed: dict[str, Any] = {"dataset": str(queries.resolve()), "id": None, "split": None, "columns": []}
-    resolved = {key: value for key, value in how["input"]["resolved"].items() if key != "dataset"}
-    asked = {key: value for key, value in (how["input"] | changed).items() if value is not None}
-    return make_inputs({"input": asked | {"resolved": resolved}}).data
+def _check_new(path: Path) -> None:
+    if path.exists():
+        raise InputError(f"{path} exists already and is left as it is. Choose another path.")
+
+
+def _check_answers_file(out: Path) -> None:
+    _check_new(out)
+    if out.suffix not in (".csv", ".parquet"):
+        raise InputError(f"Answers are written as CSV or Parquet: --out must end in .csv or .parquet, got {out.name}.")
+
+
+def _write_answers(found: Explanation, out: Path) -> None:
+    with replacing(out) as partial:
+        write = pyarrow.csv.write_csv if out.suffix == ".csv" else pq.write_table
+        write(found.table(), partial)
 
 
 def _amount(value: Any) -> Any:
     """Read a share as it was written, and a plain number as one of rows."""
-    if isinstance(value, str) and not value.strip().endswith("%"):
-        return _number(value)
-    return value
-
-
-def _number(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
+    return value if isinstance(value, str) and value.strip().endswith("%") else request.number(value)
 
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-@contextmanager
-def _resumable(command: str) -> Iterator[None]:
-    """Say how to go on after Ctrl-C; what was done is on the disk."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        _stop(f"\nStopped. What was done is kept; go on with: {command}")
-
-
-def _stop(message: str) -> NoReturn:
-    _note(message)
-    sys.exit(130)
+def _finite(value: Any) -> Any:
+    """Put null where a number is not finite: JSON has no word for it."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    value = _plain(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _answer(result: dict[str, Any], words: str, as_json: bool) -> None:
-    print(json.dumps(result, indent=2, default=_plain) if as_json else words, flush=True)
+    print(json.dumps(_finite(result), indent=2, allow_nan=False) if as_json else words, flush=True)
 
 
 def _note(line: str) -> None:

@@ -1,52 +1,126 @@
 """Answers as text for a terminal."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eigentrace.explain import Explanation, Side
+from eigentrace.explain import EXACT, Explanation, Side
+from eigentrace.run import Run
 
 _WIDEST = 48
+_SHARES = (0.05, 0.5, 0.95, 0.99)
+_UNITS = {
+    None: "",
+    "nats": " in nats: by how much the loss would rise without the example",
+    "cosine": " as cosines",
+}
+
+
+def counted(number: int, thing: str) -> str:
+    """Put a number before what it counts: 1 shard, 2 shards."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def class_names(run: Run) -> list[str] | None:
+    """Return the model's names of its classes, if it has any."""
+    return (run.manifest["how"] or {}).get("classes")
 
 
 def show_table(columns: Mapping[str, Any]) -> str:
-    """Lay columns out side by side, numbers to the right."""
+    """Lay columns out side by side, numbers to the right and words to the left."""
     cells = {name: [_cell(value) for value in values] for name, values in columns.items()}
-    widths = {name: max(len(name), *(len(cell) for cell in column)) for name, column in cells.items()}
-    rows = [list(columns), *zip(*cells.values(), strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths.values(), strict=True)).rstrip() for row in rows
-    )
+    lines = []
+    for row in [list(columns), *zip(*cells.values(), strict=True)]:
+        parts = []
+        for (name, values), cell in zip(columns.items(), row, strict=True):
+            width = max(len(name), *(len(other) for other in cells[name]))
+            parts.append(cell.ljust(width) if _are_words(values) else cell.rjust(width))
+        lines.append("  ".join(parts).rstrip())
+    return "\n".join(lines)
 
 
-def show_explanation(found: Explanation, rows: Sequence[int], classes: Sequence[str] | None) -> str:
+def show_fit(saved: Mapping[str, Any]) -> str:
+    """Say what a finished fit is."""
+    done = counted(saved["num_products"], "curvature product")
+    return f"Fitted {saved['coverage']} on {counted(saved['num_train'], 'example')}: {done}."
+
+
+def show_run(run: Run, path: Path) -> str:
+    """Say what a run is, and what stands out in it."""
+    manifest, features = run.manifest, run.manifest["features"]
+    lines = [
+        f"{path}: {counted(run.num_rows, 'example')}, {manifest['method']['name']}, {manifest['coverage']}",
+        f"{counted(run.num_features, 'feature')} per example ({features['hold']}) as {features['type']}, in "
+        f"{counted(len(run.shards), 'shard')}",
+    ]
+    if not run.is_complete:
+        return "\n".join([*lines, f"not complete: {run.num_missing:,} of {run.num_rows:,} examples are missing"])
+    if "prediction" in run.columns:
+        agree = (run.column("label") == run.column("prediction")).mean()
+        lines.append(f"the model predicts the given label of {agree:.1%} of the examples")
+    ranking = run.self_influence()
+    spread = ", ".join(f"{ranking.quantile(q):.4g} ({q:.0%})" for q in _SHARES)
+    lines += [f"self-influence, and the share of examples below: {spread}", "", "highest self-influence"]
+    top, names = ranking.top(10), class_names(run)
+    columns: dict[str, Any] = {"row": top.rows}
+    columns |= {} if top.ids is None else {"id": top.ids}
+    columns |= {"score": top.scores}
+    for name in ("label", "prediction", "loss"):
+        if name in run.columns:
+            values = run.column(name)[top.rows]
+            columns[name] = _named(values, names) if name != "loss" else values
+    return "\n".join([*lines, show_table(columns), ""])
+
+
+def show_explanation(found: Explanation, run: Run, rows: Sequence[int]) -> str:
     """Show for every query who speaks for it and who against."""
-    unit = "" if found.unit is None else f", scores in {found.unit}"
-    lines = [f"Scored by: {found.how}{unit}."]
+    classes = class_names(run)
+    exact = "" if found.how == EXACT else "; --exact loads the model"
+    lines = [f"Scores{_UNITS[found.unit]} ({found.how}{exact})"]
     for query in range(len(found.proponents.rows)):
-        name = f"row {rows[query]}" if rows else f"query {query}"
+        name = _about(run, rows[query], classes) if rows else f"query {query}"
         for title, side in (("Proponents", found.proponents), ("Opponents", found.opponents)):
             lines += ["", f"{title} of {name}", _show_side(side, query, classes)]
     return "\n".join(lines)
 
 
+def _about(run: Run, row: int, classes: Sequence[str] | None) -> str:
+    known = [] if run.ids is None else [str(run.ids[row])]
+    for name in ("label", "prediction"):
+        if name in run.columns:
+            known.append(f"{name} {_named(run.column(name)[[row]], classes)[0]}")
+    return f"row {row}" + (f" ({', '.join(known)})" if known else "")
+
+
 def _show_side(side: Side, query: int, classes: Sequence[str] | None) -> str:
     there = side.rows[query] >= 0
     if not there.any():
-        return "  none that the question allows"
-    columns: dict[str, Any] = {"row": side.rows[query][there], "score": side.scores[query][there]}
+        return "none that the question allows"
+    columns: dict[str, Any] = {"row": side.rows[query][there]}
     if side.ids is not None:
         columns["id"] = side.ids[query][there]
+    columns["score"] = side.scores[query][there]
     for name, values in (("label", side.labels), ("prediction", side.predictions)):
         if values is not None:
-            numbers = values[query][there]
-            columns[name] = [classes[int(n)] for n in numbers] if classes else numbers
+            columns[name] = _named(values[query][there], classes)
     return show_table(columns)
+
+
+def _named(numbers: np.ndarray, classes: Sequence[str] | None) -> list[Any]:
+    """Give classes their names; what has none, such as a label that is not known, stays a number."""
+    if not classes:
+        return numbers.tolist()
+    return [classes[n] if 0 <= n < len(classes) else str(n) for n in numbers.tolist()]
+
+
+def _are_words(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, float | np.floating):
         return f"{value:.4g}"
-    text = str(value)
+    text = " ".join(str(value).split())
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"

@@ -1,5 +1,10 @@
 """The commands as people write them: names, options, help. Loading this must not load torch."""
 
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,10 +24,23 @@ def _of_fit(text: str, *names: str) -> Any:
 
 
 def _commands() -> Any:
+    # Other libraries' bars for what takes a moment, which would stand between the answers.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # Imported here: torch takes seconds to load, and `--help` must not wait for it.
     from eigentrace.cli import commands
 
     return commands
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """Say how to go on after Ctrl-C; what was done is on the disk."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        again = shlex.join(["eigentrace", *sys.argv[1:]])
+        print(f"\nStopped. What was done is kept; go on with: {again}", file=sys.stderr, flush=True)
+        sys.exit(130)
 
 
 _Run = Annotated[Path, typer.Argument(help="Directory of a run.")]
@@ -34,7 +52,7 @@ def fit(
     run: Annotated[Path, typer.Argument(help="Directory of the run; new, or one that was interrupted.")],
     config: Annotated[Path | None, _option("Settings in TOML; options override them.")] = None,
     function: Annotated[
-        str | None, _option("Function that returns (task, data): a.module:function.", "--input")
+        str | None, _option("Function that returns (task, data): file.py:function, or a.module:function.", "--input")
     ] = None,
     model: Annotated[Path | None, _of_model("Folder written by save_pretrained.")] = None,
     dataset: Annotated[str | None, _of_model("CSV, TSV, JSONL, Parquet, or a folder of `datasets`.", "--data")] = None,
@@ -51,24 +69,28 @@ def fit(
     batch_size: Annotated[int | None, _of_model("Examples the model sees at once.")] = None,
     workers: Annotated[int | None, _of_model("Processes that prepare examples.")] = None,
     device: Annotated[str | None, _of_model("Where the model computes: cpu, cuda, cuda:1.")] = None,
-    params: Annotated[str | None, _of_fit("Parameters that count: all, 'top 20%', a pattern of names.")] = None,
+    params: Annotated[
+        str | None, _of_fit("Parameters that count: all, 'last layer', 'top 20%', a pattern of names.")
+    ] = None,
     l2: Annotated[float | None, _of_fit("Weight of the penalty the model was trained with.")] = None,
     steps: Annotated[int | None, _of_fit("Curvature products (200).")] = None,
     keep: Annotated[int | None, _of_fit("Directions kept (50).")] = None,
     tail: Annotated[str | None, _of_fit("What stands for the others: auto, shaped, none, or a number.")] = None,
     coordinates: Annotated[str | None, _of_fit("Numbers stored per example for the tail: 1024, or a share.")] = None,
     curvature: Annotated[str | None, _of_fit("auto, gauss-newton or hessian.")] = None,
-    sample: Annotated[int | None, _of_fit("Examples the curvature is taken on (8192).")] = None,
+    sample: Annotated[str | None, _of_fit("Examples the curvature is taken on (8192), or all.")] = None,
     precision: Annotated[str | None, _of_fit("fp32 or bf16.")] = None,
     seed: Annotated[int | None, _of_fit("Decides on everything random.")] = None,
     json: _Json = False,
 ) -> None:
     """Diagonalise the curvature of a trained model on its training data.
 
-    Give a function of your own (--input), or a Hugging Face folder with a dataset (--model, --data, --task). Killed or
-    interrupted, the same command goes on.
+    Give a Hugging Face folder with a dataset (--model, --data, --task), or a function of your own (--input).
+
+    Killed or interrupted, the same command goes on, and so does `eigentrace fit RUN` alone.
     """
-    _commands().fit(**_grouped(context.params))
+    with _resumable():
+        _commands().fit(**_grouped(context.params))
 
 
 _OF_FIT = (
@@ -99,7 +121,8 @@ def score(
     """
     given = {"batch": batch, "precision": precision}
     limits = {"features": features, "shard_rows": shard_rows, "shard_seconds": shard_seconds}
-    _commands().score(run, given | limits, device, json)
+    with _resumable():
+        _commands().score(run, given | limits, device, json)
 
 
 def explain(
@@ -153,7 +176,8 @@ def check(
     json: _Json = False,
 ) -> None:
     """Look at every file of a run; exit with 1 if something is wrong or missing."""
-    _commands().check(run, repair, json)
+    with _resumable():
+        _commands().check(run, repair, json)
 
 
 def info(run: _Run, json: _Json = False) -> None:

@@ -1,0 +1,167 @@
+"""What a run was asked for: stored with it when it begins, and read again by every later command."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eigentrace.data import Data
+from eigentrace.errors import InputError, MismatchError
+from eigentrace.files import replacing
+from eigentrace.inputs import Inputs, from_config, make_inputs
+from eigentrace.store import Folder
+
+REQUEST = "request.json"
+_NEEDED = {"model": "--model", "dataset": "--data", "task": "--task"}
+_WAYS = "--model, --data and --task, with --input file.py:function, or with --config file.toml"
+# What may be another one when a fit goes on: where and how examples are prepared, not what they are.
+_FREE = ("device", "workers", "resolved")
+
+How = dict[str, dict[str, Any]]
+
+
+def settled(path: Path, config: Path | None, given: dict[str, dict[str, Any]]) -> How:
+    """Take the settings of this call; without any, those the run was begun with."""
+    folder, fit = Folder(path), given["fit"]
+    given["fit"] = fit | {name: number(fit[name]) for name in ("tail", "coordinates", "sample")}
+    if config is None and all(value is None for part in given.values() for value in part.values()):
+        return stored(path)
+    _check_named(config, given["input"])
+    how = from_config(config, given)
+    if not (path / REQUEST).exists():
+        _refuse_others(path)
+        return how
+    if not folder.fit.exists() and not folder.krylov.exists():
+        return how
+    held = stored(path)
+    differing = _differing(held, how)
+    if differing:
+        raise MismatchError(
+            f"{path} was begun with other settings: {differing}. Go on with `eigentrace fit {path}` "
+            "alone, or choose another directory; nothing was changed."
+        )
+    return how | {"score": held["score"] | how["score"]}
+
+
+def stored(path: Path) -> How:
+    """Read what a run was begun with."""
+    file = path / REQUEST
+    try:
+        return json.loads(file.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except ValueError as error:
+        raise MismatchError(f"{file} is damaged ({error}). Restore it, or begin again in another directory.") from None
+    if not path.is_dir():
+        raise InputError(f"There is no run at {path}. Begin one: eigentrace fit {path}, with {_WAYS}.")
+    raise InputError(
+        f"{path} does not say which model and data it belongs to: there is no {REQUEST}, which `eigentrace fit` "
+        "writes. A run made in Python is continued there."
+    )
+
+
+def remember(path: Path, how: Mapping[str, Any]) -> None:
+    """Write down what a run is asked for."""
+    file, words = path / REQUEST, json.dumps(how, indent=2) + "\n"
+    if not file.exists():
+        _refuse_others(path)
+    elif file.read_text() == words:
+        return
+    with replacing(file) as partial:
+        partial.write_text(words)
+
+
+def made(how: Mapping[str, Any], device: str | None = None) -> Inputs:
+    """Load the model and open the data, on another device if one is given."""
+    asked = how["input"]
+    if device is not None:
+        if "function" in asked:
+            raise InputError(f"The function {asked['function']} decides where its model computes: leave --device out.")
+        asked = asked | {"device": device}
+    wanted = str(asked.get("device") or "")
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"The device {wanted} was asked for, and torch finds no GPU here. Use --device cpu.")
+    return make_inputs({"input": asked})
+
+
+def new_examples(how: Mapping[str, Any], queries: Path) -> Data:
+    """Open a file of examples that are read like those of the run."""
+    if "function" in how["input"]:
+        raise InputError(
+            "New examples for a function's data are asked about in Python: eigentrace.open_run(path, task, data)"
+            ".explain(queries)."
+        )
+    changed: dict[str, Any] = {"dataset": str(queries.resolve()), "id": None, "split": None, "columns": []}
+    resolved = {key: value for key, value in how["input"]["resolved"].items() if key != "dataset"}
+    asked = {key: value for key, value in (how["input"] | changed).items() if value is not None}
+    return made({"input": asked | {"resolved": resolved}}).data
+
+
+def scored(path: Path) -> Folder:
+    """Return the folder of a run that scoring has begun in, or say which command comes first."""
+    if not path.is_dir():
+        raise InputError(f"There is no run at {path}. Check the path.")
+    if state := unscored(path):
+        raise InputError(f"{path} has no scores: {state[0]}. Run first: {state[1]}")
+    return Folder(path)
+
+
+def unscored(path: Path) -> tuple[str, str] | None:
+    """Say how far a run is that has no scores, and what to do next; None for any other directory."""
+    folder = Folder(path)
+    if folder.exists:
+        return None
+    if folder.fit.exists():
+        return "the fit is finished, and nothing is scored yet", f"eigentrace score {path}"
+    if folder.krylov.exists() or (path / REQUEST).exists():
+        return "the fit is not finished", f"eigentrace fit {path}"
+    return None
+
+
+def number(value: Any) -> Any:
+    """Read a number as one, and leave other words as they are."""
+    if not isinstance(value, str):
+        return value
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+def _check_named(config: Path | None, asked: Mapping[str, Any]) -> None:
+    missing = [option for name, option in _NEEDED.items() if asked[name] is None]
+    if config is None and asked["function"] is None and missing:
+        raise InputError(f"{' and '.join(missing)} not given. Say what to fit with {_WAYS}.")
+
+
+def _refuse_others(path: Path) -> None:
+    """Stop before anything is written among files that are not of this command."""
+    if path.exists() and not path.is_dir():
+        raise InputError(f"{path} is a file, and a run is a directory. Choose another path.")
+    ours = ("lock", REQUEST)
+    held = sorted(file.name for file in path.iterdir()) if path.is_dir() else []
+    others = [name for name in held if name not in ours and not name.startswith(f".{REQUEST}")]
+    if others:
+        raise InputError(
+            f"{path} holds other files ({', '.join(others[:3])}) and no run of this command. Choose a new "
+            "directory: nothing was changed."
+        )
+
+
+def _differing(held: How, asked: How) -> str:
+    """Name the settings in which two requests differ, and what they are; empty if they mean the same."""
+    words = []
+    for section in ("input", "fit"):
+        before, now = ({**part[section], **part[section].get("resolved", {})} for part in (held, asked))
+        for key in sorted({*before, *now} - {*_FREE}):
+            if before.get(key) != now.get(key):
+                words.append(f"{key} is {_said(before, key)} there and {_said(now, key)} here")
+    return "; ".join(words)
+
+
+def _said(settings: Mapping[str, Any], key: str) -> str:
+    return json.dumps(settings[key]) if key in settings else "not given"
