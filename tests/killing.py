@@ -16,12 +16,12 @@ import eigentrace as et
 from eigentrace import iteration
 from tests.runs import Points, model
 
-STEPS, ROWS, SHARD, BATCH = 24, 320, 16, 8
+STEPS, ROWS, SHARD, BATCH = 20, 240, 16, 8
 # What is counted before a process dies, in the phase it dies in. A product forces three files to the disk and goes
-# through 40 batches; a shard forces four and goes through 2.
+# through 30 batches; a shard forces four and goes through 2.
 MOMENTS = {
-    "fit": [("fsync", 5), ("forward", 130), ("fsync", 6), ("replace", 2), ("forward", 155),
-            ("fsync", 7), ("replace", 3), ("forward", 210), ("fsync", 8), ("replace", 4)],
+    "fit": [("fsync", 5), ("forward", 100), ("fsync", 6), ("replace", 2), ("forward", 120),
+            ("fsync", 7), ("replace", 3), ("forward", 160), ("fsync", 8), ("replace", 4)],
     "score": [("fsync", 6), ("forward", 16), ("replace", 4), ("fsync", 7), ("replace", 3),
               ("forward", 25), ("fsync", 8), ("replace", 5), ("fsync", 9), ("replace", 1)],
 }  # fmt: skip

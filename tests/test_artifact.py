@@ -200,12 +200,12 @@ def test_nothing_is_overwritten(make, task, tmp_path):
     assert path.is_dir() or path.read_text() == "mine"
 
 
-@pytest.mark.parametrize("call", ["fsync", "rename", "save_file", "dumps"])
+@pytest.mark.parametrize("call", ["fsync", "rename", "write_tensors", "dumps"])
 def test_a_failure_leaves_nothing_behind(call, task, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError("No space left on device")
 
-    target = {"fsync": os, "rename": artifact.Path, "save_file": artifact, "dumps": artifact.json}[call]
+    target = {"fsync": os, "rename": artifact.Path, "write_tensors": artifact, "dumps": artifact.json}[call]
     fitted = fit(task)
     monkeypatch.setattr(target, call, fail)
     with pytest.raises(OSError, match="No space left"):

@@ -9,6 +9,7 @@ import torch
 
 from bench import curvature, projection
 from bench import search as searching
+from bench import store as storing
 from bench.command import main
 from bench.measure import Run, Subject, attempt, profiled, reason, timed
 from bench.models import MODELS, SMALL
@@ -160,6 +161,22 @@ def test_search_runs_and_the_ways_agree(tmp_path):
     assert "70,000 × 8" in page
     assert searching.main([*options, "--render"]) == 0
     assert (tmp_path / "search_small.md").read_text() == page
+
+
+def test_store_runs_every_step(tmp_path):
+    options = ["--small", "--out", str(tmp_path), "--cache", str(tmp_path)]
+    assert storing.main([*options, "--rows", "3000", "--features", "4", "--scored", "500"]) == 0
+    for problems in json.loads((tmp_path / "store_small.json").read_text()).values():
+        cells = problems["3000x4"]["cells"]
+        assert set(cells) == set(storing.STEPS)
+        assert all(cell["rows_per_second"] > 0 and cell["peak"] > 0 for cell in cells.values()), cells
+    page = (tmp_path / "store_small.md").read_text()
+    assert "| write shards" in page
+    assert "3,000 × 4" in page
+    assert str(tmp_path) not in page
+    assert storing.main([*options, "--render"]) == 0
+    assert (tmp_path / "store_small.md").read_text() == page
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store_small.json", "store_small.md"]
 
 
 def test_the_rows_of_a_search_are_compared_in_any_order():

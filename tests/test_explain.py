@@ -5,9 +5,10 @@ import pytest
 import torch
 
 import eigentrace as et
+import eigentrace.explain as explaining
 from eigentrace.errors import InputError, UnsupportedError
 from eigentrace.explain import EXACT, KEPT, STORED
-from tests.runs import Points, data, fit, task
+from tests.runs import Points, data, fit, model, task
 
 QUERIES = [3, 17, 0]
 
@@ -204,3 +205,81 @@ def test_bad_questions(name, run):
     queries, options, message = BAD[name]
     with pytest.raises(InputError, match=message):
         et.open_run(run.path).explain(queries, **options)
+
+
+class Lone(Points):
+    """Row 3 is the only one of its class."""
+
+    def __getitem__(self, row):
+        x, y = super().__getitem__(row)
+        return x, 2 if row == 3 else y % 2
+
+
+def test_nobody_left_to_answer(tmp_path):
+    given = et.Data(Lone(), batch_size=8, ids=np.arange(60))
+    run = et.score(et.Arnoldi(steps=20, keep=6).fit(task(), given), given, tmp_path / "x")
+    for opened in (run, et.open_run(run.path)):
+        found = opened.explain([3, 4], k=2, same_label=True).proponents
+        assert found.rows[0].tolist() == [-1, -1]
+        assert (found.rows[1] >= 0).all()
+        assert np.isnan(found.scores[0]).all()
+        assert (found.ids[0].tolist(), found.labels[0].tolist()) == ([None, None], [-1, -1])
+    alone = et.score(et.RandProj(keep=1).fit(task(), data(1)), data(1), tmp_path / "y")
+    assert alone.explain(0, k=3).opponents.rows.tolist() == [[-1]]
+
+
+def test_many_queries_are_rescored_a_few_at_a_time(run, fitted, monkeypatch):
+    asked = [7, 59, 7, 0, 31, 12]
+    together = run.explain(asked, k=4)
+    monkeypatch.setattr(explaining, "_TOGETHER", 2)
+    apart = run.explain(asked, k=4)
+    assert np.array_equal(together.proponents.rows, apart.proponents.rows)
+    assert np.allclose(together.opponents.scores, apart.opponents.scores, rtol=1e-5)
+    new = run.explain(et.Data([Points()[row] for row in asked]), k=4, exclude="duplicates")
+    assert np.array_equal(new.proponents.rows, apart.proponents.rows)
+
+
+@pytest.mark.parametrize("scores", [3 * 7, 1])
+def test_methods_without_features_go_through_the_data_in_stretches(scores, tmp_path, monkeypatch):
+    fitted = fit(method=et.TracIn())
+    run = et.score(fitted, data(), tmp_path / "x")
+    monkeypatch.setattr(explaining, "_SCORES", scores)
+    found = run.explain(QUERIES, k=5)
+    check(found, truth(fitted), 5, own_rows())
+    for side in (found.proponents, found.opponents):
+        assert all(len(set(rows)) == 5 for rows in side.rows.tolist())
+
+
+def test_members_of_an_ensemble_are_normalised_by_themselves(tmp_path):
+    fitted = et.Ensemble([fit(seed=seed, method=et.Arnoldi(steps=20, keep=6, tail=None)) for seed in (1, 2)])
+    run = et.score(fitted, data(), tmp_path / "x")
+    found = run.explain(QUERIES, k=5, normalize="gradient", shortlist=120)
+    assert found.how == EXACT
+    check(found, truth(fitted, "gradient"), 5, own_rows())
+    with pytest.raises(UnsupportedError, match="normalised by themselves"):
+        et.open_run(run.path).explain(QUERIES, normalize="gradient")
+
+
+class Weighed(Points):
+    """Every other example counts nothing, so that it has no gradient."""
+
+    def __getitem__(self, row):
+        return (*super().__getitem__(row), float(row % 2))
+
+
+def test_examples_without_a_gradient_score_nothing(tmp_path):
+    def loss(net, batch):
+        return torch.nn.functional.cross_entropy(net(batch[0]), batch[1], reduction="none") * batch[2]
+
+    given = et.Data(Weighed(), batch_size=8)
+    fitted = et.Arnoldi(steps=20, keep=6, tail=None).fit(et.Task(model(), loss=loss), given)
+    run = et.score(fitted, given, tmp_path / "x")
+    expected = np.sort(fitted.influence(given, given.take([3]), normalize="gradient").numpy())[:, ::-1]
+    found = et.open_run(run.path).explain(3, k=60, normalize="gradient", exclude=None).proponents
+    assert np.allclose(found.scores, expected, atol=1e-5)
+
+
+def test_rows_in_any_form(run):
+    expected = run.explain([3, 17], k=2).proponents.rows
+    for rows in (np.array([3, 17]), torch.tensor([3, 17]), (3, 17), range(3, 18, 14)):
+        assert np.array_equal(run.explain(rows, k=2).proponents.rows, expected)

@@ -168,10 +168,14 @@ except et.errors.StorageError as error:
 """
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return et.score(fit(size=200), data(200), tmp_path_factory.mktemp("whole") / "x", shard_rows=104)
+
+
 @pytest.mark.parametrize("part", ["fit/eigenpairs.safetensors", "shards/000000000000.safetensors", "table.parquet"])
-def test_a_full_disk_loses_nothing(part, tmp_path):
+def test_a_full_disk_loses_nothing(part, whole, tmp_path):
     """The system lets no file grow to the size that one of the run's has."""
-    whole = et.score(fit(size=200), data(200), tmp_path / "whole", shard_rows=104)
     sizes = {path.relative_to(whole.path).as_posix(): path.stat().st_size for path in whole.path.rglob("*.*")}
     command = [sys.executable, "-c", FULL, str(tmp_path / "x"), str(sizes[part] - 1)]
     told = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch
 import eigentrace as et
 from eigentrace.errors import BusyError, InputError, MismatchError, UnsupportedError
 from eigentrace.lock import locked
+from eigentrace.run import Ranking
+from eigentrace.store.columns import Names
 from tests.runs import data, fit, task
 
 
@@ -89,10 +92,9 @@ def test_the_highest_come_first(run):
     assert str(top).splitlines()[0].endswith(str(top.rows[0]))
 
 
-def test_equal_scores_come_in_row_order():
-    from eigentrace.run import Ranking
-
-    ranking = Ranking(np.array([1.0, 3.0, np.nan, 3.0, 3.0]), np.array(list("abcde")))
+def test_equal_scores_come_in_row_order(tmp_path):
+    pq.write_table(pa.table({"id": list("abcde")}), tmp_path / "ids.parquet", row_group_size=2)
+    ranking = Ranking(np.array([1.0, 3.0, np.nan, 3.0, 3.0]), Names(tmp_path / "ids.parquet", "id"))
     assert ranking.top(2).rows.tolist() == [1, 3]
     assert ranking.top(9).ids.tolist() == ["b", "d", "e", "a", "c"]
 

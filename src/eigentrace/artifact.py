@@ -1,6 +1,5 @@
 """Directories on disk that appear whole or not at all, and say which model they belong to."""
 
-import errno
 import hashlib
 import json
 from collections.abc import Mapping
@@ -9,11 +8,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from eigentrace.errors import MismatchError
-from eigentrace.files import NO_ROOM, appearing
+from eigentrace.files import appearing, write_tensors
 from eigentrace.progress import track
 from eigentrace.task import Task
 
@@ -35,7 +34,7 @@ def write(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Mapping[s
     with appearing(path) as partial:
         partial.mkdir()
         for name, tensors in files.items():
-            write_tensors({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, partial / name)
+            write_tensors(tensors, partial / name)
         (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2, allow_nan=False) + "\n")
 
 
@@ -66,13 +65,3 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise MismatchError(f"{path} is missing. Restore it, or make the artifact again.") from None
     except SafetensorError as error:
         raise MismatchError(f"{path} is damaged or cut short ({error}). Make it again.") from None
-
-
-def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file; what the system refuses comes as the OSError that it is."""
-    try:
-        save_file(dict(tensors), path, metadata)
-    except SafetensorError as error:
-        # The library wraps what the system said; only the number in its words tells a full disk from other trouble.
-        code = next((n for n in NO_ROOM if f"os error {n}" in str(error)), errno.EIO)
-        raise OSError(code, str(error)) from error

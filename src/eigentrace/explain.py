@@ -19,10 +19,13 @@ from eigentrace.projected import ProjectedFit
 from eigentrace.search import search
 from eigentrace.settings import check_counts
 from eigentrace.shortlist import Ranked
+from eigentrace.store.columns import Names
 from eigentrace.terms import FEATURES, measured
 
 Exclude = Literal["self", "duplicates"] | None
 EXACT, STORED, KEPT = "exact", "stored tail", "kept directions only"
+# Queries whose shortlists are scored together, and scores by the model that are held at a time.
+_TOGETHER, _SCORES = 64, 2**24
 
 
 class Scored(Protocol):
@@ -42,7 +45,7 @@ class Scored(Protocol):
     @property
     def columns(self) -> tuple[str, ...]: ...  # noqa: D102
     @property
-    def ids(self) -> np.ndarray | None: ...  # noqa: D102
+    def names(self) -> Names | None: ...  # noqa: D102
     @property
     def digests(self) -> np.ndarray | None: ...  # noqa: D102
     def column(self, name: str) -> np.ndarray: ...  # noqa: D102
@@ -52,7 +55,10 @@ class Scored(Protocol):
 
 @dataclass(frozen=True)
 class Side:
-    """The k strongest on one side of each query, strongest first; row -1 where fewer were allowed."""
+    """The k strongest on one side of each query, strongest first.
+
+    Where fewer were allowed, row, label and prediction are -1, the score NaN and the id None.
+    """
 
     rows: np.ndarray  # (Q, k)
     scores: np.ndarray  # (Q, k)
@@ -157,7 +163,7 @@ def explain(
         raise InputError(f"exclude must be None, 'self' or 'duplicates', got {exclude!r}.")
     asked = _asked(run, queries)
     allowed = _allowed(run, asked, same_label, top_labels, exclude)
-    rescore = _rescores(run, rescore)
+    rescore = _rescores(run, rescore, normalize)
     k = min(k, run.num_rows)
     if not rescore:
         ranked, how = _by_features(run, asked, k, allowed, normalize, device), _how(run)
@@ -165,7 +171,7 @@ def explain(
         ranked, how = _by_gradients(run, asked, k, allowed, normalize), EXACT
     else:
         half = max(k, -(-shortlist // 2))
-        listed = _by_features(run, asked, half, allowed, normalize, device)
+        listed = _by_features(run, asked, min(half, run.num_rows), allowed, normalize, device)
         ranked, how = _rescored(run, asked, listed, k, normalize), EXACT
     nats = run.manifest["has_curvature"] and normalize is None
     divisor = float(run.manifest["num_train"]) if nats else 1.0
@@ -199,8 +205,8 @@ def _numpy(found: dict[str, Tensor], name: str) -> np.ndarray | None:
 
 
 def _are_rows(queries: Any) -> bool:
-    if isinstance(queries, np.ndarray):
-        return queries.ndim == 1 and queries.dtype.kind in "iu"
+    if isinstance(queries, np.ndarray | Tensor):
+        return queries.ndim == 1 and np.asarray(queries).dtype.kind in "iu"
     return isinstance(queries, Sequence) and len(queries) > 0 and all(isinstance(q, Integral) for q in queries)
 
 
@@ -218,7 +224,7 @@ def _asked_rows(run: Scored, rows: np.ndarray) -> _Asked:
     return _Asked(len(rows), rows, features, data, labels, digests, norms, own)
 
 
-def _rescores(run: Scored, wanted: bool | None) -> bool:
+def _rescores(run: Scored, wanted: bool | None, normalize: Normalize) -> bool:
     possible = run.fitted is not None and run.data is not None
     if wanted and not possible:
         raise InputError(
@@ -230,7 +236,16 @@ def _rescores(run: Scored, wanted: bool | None) -> bool:
             f"{run.manifest['method']['name']} stores no features, so its scores need the model and the data: open the "
             "run with eigentrace.open_run(path, task, data)."
         )
-    return possible and (_how(run) != EXACT or not run.num_features) if wanted is None else wanted
+    # The members of an ensemble have gradients of their own, and the run holds the length of one of them.
+    many_lengths = normalize == "gradient" and run.manifest["method"]["name"] == "Ensemble"
+    if many_lengths and (wanted is False or not possible):
+        raise UnsupportedError(
+            "Gradients of each member of an ensemble are normalised by themselves, which needs the model and the data: "
+            "open the run with eigentrace.open_run(path, task, data) and let it rescore, or use normalize='metric'."
+        )
+    if wanted is not None:
+        return wanted
+    return possible and (many_lengths or _how(run) != EXACT or not run.num_features)
 
 
 def _how(run: Scored) -> str:
@@ -296,7 +311,7 @@ def _by_features(run: Scored, asked: _Asked, k: int, allowed: Any, normalize: No
         of_train = run.column("gradient_norm") if normalize == "gradient" else _root(run.column("self_influence"))
         of_queries = _root(asked.square_norms if normalize == "gradient" else asked.self_influence)
         weighted = weighted / torch.from_numpy(of_queries).double()[:, None].clamp_min(1e-30)
-        sizes = torch.from_numpy(of_train)
+        sizes = torch.from_numpy(of_train).clamp_min(1e-30)  # the score of an example without a gradient is 0
 
         def scale(first: int, count: int) -> Tensor:
             return sizes[first : first + count]
@@ -317,52 +332,68 @@ def _whole(fitted: Fitted) -> Fitted:
     return fitted.unstored() if isinstance(fitted, ProjectedFit) else fitted
 
 
-def _scores(run: Scored, asked: _Asked, rows: np.ndarray | None, normalize: Normalize) -> Tensor:  # (Q, n)
+def _scores(run: Scored, asked: Data, train: Data, normalize: Normalize) -> Tensor:  # (Q, n)
     compute = Compute(precision=run.manifest["compute"]["precision"])
-    train: Data = run.data if rows is None else run.data.take(rows)  # type: ignore[union-attr,assignment]
-    scores = _whole(run.fitted).influence(train, asked.data, normalize=normalize, compute=compute)  # type: ignore[arg-type]
-    if asked.rows is None:
-        return scores
-    # Rows that are asked about twice, or out of order, were scored once and in order.
-    return scores[torch.from_numpy(np.unique(asked.rows, return_inverse=True)[1])]
+    return _whole(run.fitted).influence(train, asked, normalize=normalize, compute=compute)  # type: ignore[arg-type]
+
+
+def _different(asked: _Asked) -> np.ndarray:  # (Q,)
+    """Return where each query is in its data, which holds rows that are asked about twice, or out of order, once."""
+    return np.arange(asked.count) if asked.rows is None else np.unique(asked.rows, return_inverse=True)[1]
 
 
 def _rescored(run: Scored, asked: _Asked, listed: Ranked, k: int, normalize: Normalize) -> Ranked:
     """Rank each query's shortlist by exact scores; no query sees another's list."""
     lists = torch.cat([listed.proponents, listed.opponents], dim=1).sort(dim=1).values
-    rows = lists.unique()
-    rows = rows[rows >= 0]
-    scores = _scores(run, asked, rows.numpy(), normalize)
-    place = torch.searchsorted(rows, lists.clamp_min(0)).clamp_max(max(0, len(rows) - 1))
-    there = lists >= 0
-    there[:, 1:] &= lists[:, 1:] != lists[:, :-1]
-    return _ranked(scores.gather(1, place), lists, there, k)
+    lists[:, 1:] = lists[:, 1:].masked_fill(lists[:, 1:] == lists[:, :-1], -1)
+    places = torch.from_numpy(_different(asked))
+    scores = torch.full(lists.shape, torch.nan, dtype=torch.float64)
+    for first in range(0, int(places.max()) + 1, _TOGETHER):
+        here = ((places >= first) & (places < first + _TOGETHER)).nonzero().flatten()
+        rows = lists[here].unique()
+        rows = rows[rows >= 0]
+        if len(rows):
+            some = asked.data.take(np.unique(places[here].numpy()))  # type: ignore[union-attr]
+            found = _scores(run, some, run.data.take(rows.numpy()), normalize)  # type: ignore[union-attr]
+            place = torch.searchsorted(rows, lists[here].clamp_min(0)).clamp_max(len(rows) - 1)
+            scores[here] = found[places[here] - first].double().gather(1, place)
+    return _ranked(scores, lists, k)
 
 
 def _by_gradients(run: Scored, asked: _Asked, k: int, allowed: Any, normalize: Normalize) -> Ranked:
-    """Score everything by the model: the way of methods that store no features."""
-    scores = _scores(run, asked, None, normalize)
-    there = torch.ones_like(scores, dtype=torch.bool) if allowed is None else allowed(0, run.num_rows)
-    return _ranked(scores, torch.arange(run.num_rows).expand_as(scores), there, k)
+    """Score everything by the model, a stretch of rows at a time: the way of methods that store no features."""
+    places, step = torch.from_numpy(_different(asked)), max(1, _SCORES // asked.count)
+    rows, scores = torch.empty(asked.count, 0, dtype=torch.long), torch.empty(asked.count, 0, dtype=torch.float64)
+    best = Ranked(rows, scores, rows, scores)
+    for first in range(0, run.num_rows, step):
+        stretch = range(first, min(first + step, run.num_rows))
+        scores = _scores(run, asked.data, run.data.take(stretch), normalize)[places].double()  # type: ignore[arg-type,union-attr]
+        rows = torch.arange(stretch.start, stretch.stop).expand_as(scores)
+        if allowed is not None:
+            rows = rows.masked_fill(~allowed(first, len(stretch)), -1)
+        best = _ranked(scores, rows, k, best)
+    return best
 
 
-def _ranked(scores: Tensor, rows: Tensor, there: Tensor, k: int) -> Ranked:
-    """Take the k highest and lowest of what is there; equal scores in row order."""
+def _ranked(scores: Tensor, rows: Tensor, k: int, before: Ranked | None = None) -> Ranked:
+    """Take the k highest and lowest of what has a row, and of what was found before; equal scores in row order."""
+    held: list[tuple[Tensor, Tensor]] = [(rows[:, :0], scores[:, :0])] * 2
+    if before is not None:
+        held = [(before.proponents, before.proponent_scores), (before.opponents, before.opponent_scores)]
     sides = []
-    for sign in (-1.0, 1.0):
-        order = (sign * scores.double()).masked_fill(~there, torch.inf).sort(dim=1, stable=True).indices[:, :k]
-        found = there.gather(1, order)
-        sides += [rows.gather(1, order).masked_fill(~found, -1)]
-        sides += [scores.gather(1, order).masked_fill(~found, torch.nan)]
+    for sign, (old_rows, old_scores) in zip((-1.0, 1.0), held, strict=True):
+        every, values = torch.cat([old_rows, rows], dim=1), torch.cat([old_scores, scores], dim=1)
+        order = (sign * values).masked_fill(every < 0, torch.inf).sort(dim=1, stable=True).indices[:, :k]
+        found = every.gather(1, order)
+        sides += [found, values.gather(1, order).masked_fill(found < 0, torch.nan)]
     return Ranked(*sides)
 
 
 def _side(run: Scored, rows: Tensor, scores: Tensor) -> Side:
-    index = rows.cpu().numpy()
+    index, columns = rows.cpu().numpy(), run.columns
 
-    def pick(values: np.ndarray | None) -> np.ndarray | None:
-        return None if values is None else values[index]
+    def pick(name: str) -> np.ndarray | None:
+        return np.where(index < 0, -1, run.column(name)[index]) if name in columns else None
 
-    columns = run.columns
-    labels, predictions = (run.column(name) if name in columns else None for name in ("label", "prediction"))
-    return Side(index, scores.cpu().numpy(), pick(run.ids), pick(labels), pick(predictions))
+    ids = None if run.names is None else run.names.of(index)
+    return Side(index, scores.cpu().numpy(), ids, pick("label"), pick("prediction"))

@@ -2,18 +2,23 @@
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from eigentrace.errors import InputError, StorageError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _PARTIAL = ".partial"
 _CHUNK = 1 << 22
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def sync(path: Path) -> None:
@@ -92,7 +97,7 @@ def storage_error(error: OSError, path: Path) -> StorageError:
     """Say what the system's refusal means, and what to do about it."""
     if isinstance(error, StorageError):
         return error
-    if error.errno in NO_ROOM:
+    if error.errno in _NO_ROOM:
         return StorageError(
             f"There is no room left to write {path}. What was written before is whole: free some space (or raise the "
             "quota), and run the same command again."
@@ -116,3 +121,47 @@ def checksum(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def write_tensors(tensors: Mapping[str, "Tensor"], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file, tensor by tensor.
+
+    The library's own function writes to a hidden file first, which a killed process leaves behind for ever, and lets
+    nobody but the owner read the result.
+    """
+    import torch
+
+    # The widest numbers come first, so that all lie at multiples of their width.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in order:
+        start, end = end, end + tensors[name].nbytes
+        kind = _KINDS[str(tensors[name].dtype)]
+        header[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            file.write(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+_KINDS = {
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+    "torch.complex64": "C64",
+    "torch.uint16": "U16",
+    "torch.uint32": "U32",
+    "torch.uint64": "U64",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+}

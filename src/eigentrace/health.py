@@ -1,5 +1,6 @@
 """Is a run what it says it is? Every file looked at, every checksum taken again, and what is bad set aside."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,8 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eigentrace.artifact import read_tensors
 from eigentrace.errors import EigentraceError, MismatchError
+from eigentrace.files import checksum
 from eigentrace.lock import locked
 from eigentrace.store import Folder, Shard
 from eigentrace.store.shards import fault_of, gaps, recovered
@@ -81,8 +82,9 @@ def _look(folder: Folder) -> tuple[tuple[Shard, ...], list[Fault]]:
         recorded = folder.record.read()
     except EigentraceError:
         recorded = ()
-        faults.append(Fault(folder.record.path, "is damaged", "Repairing makes it again from the shards."))
-    good = []
+        what = "is damaged" if folder.record.path.exists() else "is missing"
+        faults.append(Fault(folder.record.path, what, "Repairing makes it again from the shards."))
+    good: list[Shard] = []
     for shard in recorded:
         file = folder.record.file(shard)
         wrong = fault_of(file, shard)
@@ -95,46 +97,65 @@ def _look(folder: Folder) -> tuple[tuple[Shard, ...], list[Fault]]:
     for file in sorted(folder.record.folder.glob("*.safetensors")):
         if file.name not in known:
             found = recovered(file)
-            what = "is not on record" if found else "is not on record and damaged"
-            faults.append(Fault(file, what, "Repairing takes it back." if found else "Repairing sets it aside."))
-            good += [found] if found else []
-    faults += _others(folder)
-    return tuple(sorted(good, key=lambda shard: shard.start)), faults
+            is_lost = found is not None and found.name == file.name and not _overlaps(found, good)
+            why = "" if is_lost else " and damaged" if found is None else " and holds rows that other shards hold too"
+            fix = "Repairing takes it back." if is_lost else "Repairing sets it aside."
+            faults.append(Fault(file, f"is not on record{why}", fix))
+            good += [found] if found is not None and is_lost else []
+    shards = tuple(sorted(good, key=lambda shard: shard.start))
+    is_complete = not any(gaps(shards, int(folder.manifest["data"]["rows"])))
+    return shards, [*faults, *_lasting(folder), *_table(folder, is_complete)]
 
 
-def _others(folder: Folder) -> Iterator[Fault]:
-    weights = folder.path / "weights.safetensors"
-    fit = sorted(folder.fit.rglob("*.safetensors")) if folder.fit.is_dir() else []
-    if not fit:
-        yield Fault(folder.fit, "is missing", "Copy the fit back, or fit again in another directory.")
-    for file in (weights, *fit):
+def _overlaps(shard: Shard, others: list[Shard]) -> bool:
+    return any(shard.start < other.stop and other.start < shard.stop for other in others)
+
+
+def _lasting(folder: Folder) -> Iterator[Fault]:
+    """Compare what was written before the manifest with the checksums in it."""
+    for name, expected in folder.manifest.get("files", {}).items():
+        file = folder.path / name
+        fix = "Restore it from a copy." if file == folder.columns_file else "Restore it, or fit again elsewhere."
         try:
-            read_tensors(file)
-        except EigentraceError as error:
-            yield Fault(file, f"cannot be read ({error})", "Restore it, or fit again in another directory.")
-    for file in (folder.columns_file, folder.table_file):
-        if file.exists():
-            try:
-                pq.ParquetFile(file).read_row_group(0)
-            except (pa.ArrowInvalid, OSError) as error:
-                fix = "It is written again by scoring." if file == folder.table_file else "Restore it."
-                yield Fault(file, f"cannot be read ({error})", fix)
+            if checksum(file) != expected:
+                yield Fault(file, "holds other bytes than were written (its checksum differs)", fix)
+        except FileNotFoundError:
+            yield Fault(file, "is missing", fix)
+        except OSError as error:
+            yield Fault(file, f"cannot be read ({error})", fix)
+
+
+def _table(folder: Folder, is_complete: bool) -> Iterator[Fault]:
+    file, fix = folder.table_file, "It is written again by scoring."
+    if not file.exists():
+        if is_complete:
+            yield Fault(file, "is missing", fix)
+        return
+    try:
+        with pq.ParquetFile(file, page_checksum_verification=True) as table:
+            for number in range(table.num_row_groups):
+                table.read_row_group(number)
+    except (pa.ArrowInvalid, OSError) as error:
+        yield Fault(file, f"cannot be read ({error})", fix)
 
 
 def _repair(folder: Folder, good: tuple[Shard, ...], faults: list[Fault]) -> None:
     kept = {shard.name for shard in good}
-    for fault in faults:
-        is_bad_shard = fault.path.parent == folder.record.folder and fault.path.name not in kept
-        if fault.path.exists() and (is_bad_shard or fault.path in (folder.table_file, folder.record.path)):
-            _set_aside(folder, fault.path)
+    if folder.record.path.exists() and any(fault.path == folder.record.path for fault in faults):
+        shutil.copy2(folder.record.path, _aside(folder, folder.record.path))
     if faults:
         folder.record.write(good)
+    for fault in faults:
+        is_bad_shard = fault.path.parent == folder.record.folder and fault.path.name not in kept
+        if fault.path.exists() and (is_bad_shard or fault.path == folder.table_file):
+            fault.path.rename(_aside(folder, fault.path))
 
 
-def _set_aside(folder: Folder, file: Path) -> None:
+def _aside(folder: Folder, file: Path) -> Path:
+    """Return a new path among the damaged files."""
     aside = folder.path / _ASIDE
     aside.mkdir(exist_ok=True)
     number = 0
     while (target := aside / f"{file.name}.{number}").exists():
         number += 1
-    file.rename(target)
+    return target

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from eigentrace.data import Data, as_data
 from eigentrace.ensemble import load
-from eigentrace.errors import InputError, MismatchError, UnsupportedError
+from eigentrace.errors import InputError, MismatchError, StorageError, UnsupportedError
 from eigentrace.explain import Explanation, explain
 from eigentrace.fitted import Fitted, Unit
 from eigentrace.groups import groups
 from eigentrace.settings import check_counts
 from eigentrace.store import Folder, Shard
+from eigentrace.store.columns import Names
 from eigentrace.store.shards import gaps, names_in, read_column, read_rows
 from eigentrace.store.table import ID
 from eigentrace.task import Task
@@ -94,18 +95,20 @@ class Run:
         return tuple(pq.read_schema(self.folder.columns_file).names) if self.folder.columns_file.exists() else ()
 
     @cached_property
+    def names(self) -> Names | None:
+        """The user's names of the examples, if there are any, on disk: for runs of very many."""
+        return Names(self.folder.columns_file, ID) if ID in self._user_columns else None
+
+    @cached_property
     def ids(self) -> np.ndarray | None:
         """The user's name for each example, if there are any."""
-        return self._given(ID) if ID in self._user_columns else None
+        return None if self.names is None else self.names.whole()
 
     def column(self, name: str) -> np.ndarray:  # (N,)
         """Return one column, in row order."""
         if name not in self.columns:
             raise InputError(f"This run has no column {name!r}. It has: {', '.join(self.columns)}.")
-        return self._scored(name) if name in _SCORED else self._given(name)
-
-    def _given(self, name: str) -> np.ndarray:
-        return pq.read_table(self.folder.columns_file, columns=[name]).column(0).to_numpy()
+        return self._scored(name) if name in _SCORED else Names(self.folder.columns_file, name).whole()
 
     def _scored(self, name: str) -> np.ndarray:
         self._check_complete()
@@ -118,17 +121,25 @@ class Run:
     def digests(self) -> np.ndarray | None:  # (N,) int64
         """A hash of each example's content, by which equal ones are found."""
         self._check_complete()
-        if "digest" not in names_in(self.folder.record.file(self.shards[0])):
+        files = [self.folder.record.file(shard) for shard in self.shards]
+        if not all("digest" in names_in(file) for file in files):
             return None
-        return np.concatenate([read_column(self.folder.record.file(shard), "digest").numpy() for shard in self.shards])
+        return np.concatenate([read_column(file, "digest").numpy() for file in files])
 
     def table(self) -> pa.Table:
         """Return everything but the features, one row per example."""
         self._check_complete()
-        return pq.read_table(self.folder.table_file)
+        try:
+            return pq.read_table(self.folder.table_file, page_checksum_verification=True)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise StorageError(
+                f"{self.folder.table_file} cannot be read ({error}). `eigentrace check RUN --repair` sets it aside if "
+                "it is damaged, and the command that scored the run writes it again."
+            ) from None
 
     def feature_chunks(self, rows_at_once: int = 65_536) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, features (n, K)) in row order, holding one chunk at a time."""
+        check_counts(1, rows_at_once=rows_at_once)
         self._check_complete()
         if not self.num_features:
             raise UnsupportedError(f"{self.manifest['method']['name']} stores no features: ask with the model at hand.")
@@ -158,7 +169,7 @@ class Run:
         Args:
             unit: None, or "nats": by how much its loss would rise without it.
         """
-        return Ranking(self._scored("self_influence") / self.divisor(unit), self.ids)
+        return Ranking(self._scored("self_influence") / self.divisor(unit), self.names)
 
     def divisor(self, unit: Unit) -> float:
         """Return what scores are divided by to be in a unit."""
@@ -204,7 +215,12 @@ class Ranking:
     """One number per example, and the examples in the order of it."""
 
     values: np.ndarray  # (N,)
-    ids: np.ndarray | None  # (N,)
+    names: Names | None = None
+
+    @cached_property
+    def ids(self) -> np.ndarray | None:  # (N,)
+        """The user's name for each example, if there are any."""
+        return None if self.names is None else self.names.whole()
 
     @property
     def rows(self) -> np.ndarray:  # (N,)
@@ -220,7 +236,7 @@ class Ranking:
         bound = np.partition(order, len(order) - n)[len(order) - n]
         candidates = np.flatnonzero(order >= bound)
         rows = candidates[np.argsort(-order[candidates], kind="stable")][:n]
-        return Top(rows, self.values[rows], None if self.ids is None else self.ids[rows])
+        return Top(rows, self.values[rows], None if self.names is None else self.names.of(rows))
 
     def quantile(self, q: Any) -> Any:
         """Return the value below which a share q of the examples lies."""

@@ -1,5 +1,6 @@
 """Scoring a corpus into a run: batch by batch, shard by shard, from wherever an earlier call stopped."""
 
+import json
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -8,15 +9,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
 import torch
 from torch import Tensor
 
-from eigentrace import artifact
+from eigentrace import artifact, saved
 from eigentrace.blocks import at_state
 from eigentrace.compute import Compute
 from eigentrace.data import Data, as_data
-from eigentrace.errors import InputError, MismatchError
+from eigentrace.ensemble import Ensemble
+from eigentrace.errors import InputError, MismatchError, NumericalError
 from eigentrace.files import sweep
 from eigentrace.fitted import Fitted, checked_compute
 from eigentrace.lock import locked
@@ -25,7 +26,7 @@ from eigentrace.projected import ProjectedFit
 from eigentrace.run import Run
 from eigentrace.settings import check_counts, check_not_negative, plain
 from eigentrace.store import Folder
-from eigentrace.store.shards import as_dtype, gaps
+from eigentrace.store.shards import as_dtype, begins_with, gaps
 from eigentrace.store.table import as_columns, write_table
 from eigentrace.terms import FEATURES, Term, held_part, scored, terms_of, weights_of
 from eigentrace.version import __version__
@@ -34,6 +35,7 @@ Stored = Literal["fp32", "fp16"]
 
 # What may lie in a directory before a run begins in it: a fit, and what a killed beginning left.
 _BEFORE_THE_MANIFEST = ("lock", "request.json", "fit", "krylov", "weights.safetensors", "columns.parquet")
+_IN_THE_MAKING = tuple(f".{name}." for name in (*_BEFORE_THE_MANIFEST, "manifest.json"))
 
 
 def score(
@@ -70,7 +72,10 @@ def score(
     if features not in ("fp32", "fp16"):
         raise InputError(f"features must be 'fp32' or 'fp16', got {features!r}.")
     terms, data, compute = terms_of(fitted), as_data(data), checked_compute(compute)
+    if compute.engine == "forward":
+        raise InputError("A run holds gradient norms, which forward mode does not give: use another engine, or 'auto'.")
     folder = Folder(out)
+    _refuse_foreign(folder)
     with locked(folder.path):
         sweep(folder.path)
         sweep(folder.record.folder)
@@ -80,8 +85,12 @@ def score(
         manifest = _manifest(fitted, terms, data, compute, features, how)
         if folder.exists:
             folder.check_same(manifest, table)
-        else:
-            _begin(folder, fitted, manifest, weights_of(terms), table)
+        if folder.fit.exists():
+            _check_fit(folder.fit, fitted)
+        if not folder.exists:
+            if not folder.fit.exists():
+                fitted.save(folder.fit)
+            folder.begin(manifest, weights_of(terms), table)
         for rows in gaps(folder.record.read(), len(data)):
             _fill(folder, terms, data, rows, compute, _Limits(shard_rows, shard_seconds, features))
         if not folder.table_file.exists():
@@ -89,29 +98,44 @@ def score(
     return Run(folder, fitted, data)
 
 
-def _begin(folder: Folder, fitted: Fitted, manifest: dict[str, Any], weights: Tensor, columns: pa.Table | None) -> None:
-    leftovers = sorted(path.name for path in folder.path.iterdir() if path.name not in _BEFORE_THE_MANIFEST)
-    if leftovers:
+def _refuse_foreign(folder: Folder) -> None:
+    """Stop, before anything is touched, if a directory without a run holds what no run has put there."""
+    if folder.exists or not folder.path.is_dir():
+        return
+    names = sorted(path.name for path in folder.path.iterdir())
+    others = [name for name in names if name not in _BEFORE_THE_MANIFEST and not name.startswith(_IN_THE_MAKING)]
+    if others:
         raise InputError(
-            f"{folder.path} holds other files ({', '.join(leftovers[:3])}) and no run. Choose a new directory: nothing "
+            f"{folder.path} holds other files ({', '.join(others[:3])}) and no run. Choose a new directory: nothing "
             "was changed."
         )
-    if folder.fit.exists():
-        _check_fit(folder, fitted)
-    else:
-        fitted.save(folder.fit)
-    folder.begin(manifest, weights, columns)
 
 
-def _check_fit(folder: Folder, fitted: Fitted) -> None:
-    """Stop if the directory holds another fit than the one that is to be scored with."""
-    if isinstance(fitted, ProjectedFit):
-        held, mine = artifact.read_manifest(folder.fit, "fit"), fitted.manifest()
-        if any(held.get(key) != mine.get(key) for key in ("fingerprint", "method", "cut")):
-            raise MismatchError(
-                f"{folder.fit} holds another fit (of another model, or with other settings) than the one given. Score "
-                "with that one, or choose another directory; nothing was changed."
-            )
+def _check_fit(path: Path, fitted: Fitted) -> None:
+    """Stop if the directory holds another fit than the one that is to be scored with.
+
+    Two fits of the same settings may still differ, by the examples or the threads they were made with: their features
+    have other signs, and must not meet in one run.
+    """
+    if isinstance(fitted, Ensemble):
+        for number, member in enumerate(fitted.members):
+            _check_fit(path / f"member-{number}", member)
+    if not isinstance(fitted, ProjectedFit):
+        return
+    held, mine = artifact.read_manifest(path, "fit"), _as_json(fitted.manifest())
+    same = all(held.get(key) == mine.get(key) for key in ("fingerprint", "method", "cut", "num_train"))
+    if not same or not all(begins_with(path / name, tensors) for name, tensors in _files(fitted).items()):
+        raise MismatchError(
+            f"{path} holds another fit (of another model, with other settings or on other examples) than the one "
+            f"given. Score with that one, eigentrace.load({str(path)!r}, task), or choose another directory; nothing "
+            "was changed."
+        )
+
+
+def _files(fitted: ProjectedFit) -> dict[str, dict[str, Tensor]]:
+    if fitted.distilled is None or fitted.cut is None:
+        return saved.blocks_on_disk(fitted.blocks, fitted.task)[1]
+    return saved.cut_on_disk(fitted.distilled, fitted.cut, fitted.coordinates)[1]
 
 
 def _pinned(terms: tuple[Term, ...], data: Data, compute: Compute, held: Mapping[str, Any]) -> tuple[Compute, Data]:
@@ -139,9 +163,15 @@ def _manifest(
     features: Stored,
     how: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
+    try:
+        how = None if how is None else _as_json(dict(how))
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"`how` is kept as JSON, which cannot hold it ({error}). Give text, numbers and lists."
+        ) from None
     tasks = {id(term.task): term.task for term in terms}.values()
     pinned = {name: getattr(compute, name) for name in ("engine", "precision", "compile")}
-    return {
+    manifest = {
         "kind": "run",
         "format": 1,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -158,8 +188,14 @@ def _manifest(
             "type": features,
             "hold": held_part(terms),
         },
-        "how": None if how is None else dict(how),
+        "how": how,
     }
+    return _as_json(manifest)
+
+
+def _as_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Return what a value is when it comes back from a JSON file: tuples are lists there."""
+    return json.loads(json.dumps(value, allow_nan=False))
 
 
 def _method(fitted: Fitted) -> dict[str, Any]:
@@ -196,24 +232,34 @@ class _Open:
         return self.rows >= limits.rows or time.monotonic() - self.began >= limits.seconds
 
     def close(self, folder: Folder) -> None:
-        folder.record.add(self.start, {name: torch.cat([p[name] for p in self.parts]) for name in self.parts[0]})
+        # Digests end with the first example that has none.
+        names = [name for name in self.parts[0] if all(name in part for part in self.parts)]
+        folder.record.add(self.start, {name: torch.cat([part[name] for part in self.parts]) for name in names})
 
 
 def _fill(folder: Folder, terms: tuple[Term, ...], data: Data, rows: range, compute: Compute, limits: _Limits) -> None:
-    """Score a stretch of rows that no shard holds; on an interruption keep what is whole."""
-    shard, dtype = _Open(rows.start), as_dtype(limits.features)
+    """Score a stretch of rows that no shard holds; whatever ends it, what was scored is kept."""
+    shard = _Open(rows.start)
     try:
         with closing(scored(terms, data, compute, rows)) as parts:
             for part in parts:
-                if FEATURES in part:
-                    part[FEATURES] = part[FEATURES].to(dtype)
-                shard.add(part)
+                shard.add(_stored(part, shard.start + shard.rows, limits.features))
                 if shard.is_full(limits):
-                    shard.close(folder)
-                    shard = _Open(shard.start + shard.rows)
-    except KeyboardInterrupt:
+                    full, shard = shard, _Open(shard.start + shard.rows)
+                    full.close(folder)
+    finally:
         if shard.rows:
             shard.close(folder)
-        raise
-    if shard.rows:
-        shard.close(folder)
+
+
+def _stored(part: dict[str, Tensor], first: int, features: Stored) -> dict[str, Tensor]:
+    """Give features the type they are stored in, which must be able to hold them."""
+    if FEATURES in part:
+        part[FEATURES] = part[FEATURES].to(as_dtype(features))
+        bad = (~part[FEATURES].isfinite()).any(dim=1).nonzero().flatten()
+        if len(bad):
+            raise NumericalError(
+                f"The features of row {first + int(bad[0])} are too large for {features}. Use features='fp32', in "
+                "another directory."
+            )
+    return part

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigentrace.artifact import read_manifest, read_tensors, write_tensors
+from eigentrace.artifact import read_manifest, read_tensors
 from eigentrace.errors import MismatchError
 from eigentrace.evaluate.subsets import Job
-from eigentrace.files import replacing
+from eigentrace.files import replacing, write_tensors
 from eigentrace.version import __version__
 
 _KIND = "cache of retrained models"

@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from eigentrace.artifact import read_manifest, read_tensors, write_tensors
+from eigentrace.artifact import read_manifest, read_tensors
 from eigentrace.errors import InputError, MismatchError
-from eigentrace.files import replacing
+from eigentrace.files import checksum, replacing, write_tensors
+from eigentrace.store.columns import same_columns
 from eigentrace.store.shards import Record
 
 KIND = "run"
@@ -33,9 +34,10 @@ class Folder:
     def __init__(self, path: str | Path) -> None:
         if not isinstance(path, str | Path):
             raise InputError(f"A run is named by the path of its directory, got {type(path).__name__}.")
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # the caller may change directories
         self.record = Record(self.path)
         self.fit, self.krylov = self.path / "fit", self.path / "krylov"
+        self.weights_file = self.path / "weights.safetensors"
         self.columns_file, self.table_file = self.path / "columns.parquet", self.path / "table.parquet"
 
     @property
@@ -51,19 +53,25 @@ class Folder:
     @cached_property
     def weights(self) -> Tensor:  # (K,) float64
         """One weight per stored feature, so that Σ weight φ(x) φ(z) is a score."""
-        return read_tensors(self.path / "weights.safetensors")["weights"]
+        return read_tensors(self.weights_file)["weights"]
 
     def begin(self, manifest: Mapping[str, Any], weights: Tensor, columns: pa.Table | None) -> None:
         """Write what a new run is; the manifest comes last, so that a run with one is complete in this respect."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with replacing(self.path / "weights.safetensors") as partial:
-            write_tensors({"weights": weights.to("cpu", torch.float64).contiguous()}, partial)
+        with replacing(self.weights_file) as partial:
+            write_tensors({"weights": weights.to("cpu", torch.float64)}, partial)
         if columns is not None:
             with replacing(self.columns_file) as partial:
                 pq.write_table(columns, partial)
+        sums = {path.relative_to(self.path).as_posix(): checksum(path) for path in self.lasting()}
         with replacing(self.path / "manifest.json") as partial:
-            partial.write_text(json.dumps(manifest, indent=2, allow_nan=False) + "\n")
+            partial.write_text(json.dumps({**manifest, "files": sums}, indent=2, allow_nan=False) + "\n")
         self.__dict__.pop("manifest", None)
+
+    def lasting(self) -> list[Path]:
+        """Return the files that are written once, before the manifest, and never again."""
+        fit = sorted(path for path in self.fit.rglob("*") if path.is_file())
+        return [path for path in (self.weights_file, self.columns_file, *fit) if path.exists()]
 
     def check_same(self, manifest: Mapping[str, Any], columns: pa.Table | None) -> None:
         """Stop if the run belongs to something else than what is asked for now."""
@@ -75,7 +83,7 @@ class Folder:
                     "Continue it with what it was begun with, or choose another directory; nothing was changed."
                 )
         if columns is not None and not (
-            self.columns_file.exists() and pq.read_table(self.columns_file).equals(columns)
+            self.columns_file.exists() and same_columns(pq.read_table(self.columns_file), columns)
         ):
             raise MismatchError(
                 f"The run at {self.path} was begun with other ids or columns. Leave them out to continue with those it "

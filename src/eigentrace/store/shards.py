@@ -11,9 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from eigentrace.artifact import write_tensors
 from eigentrace.errors import MismatchError, StorageError
-from eigentrace.files import checksum, replacing
+from eigentrace.files import checksum, replacing, write_tensors
 
 _RECORD = "shards.json"
 _FORMAT = 1
@@ -45,19 +44,18 @@ class Record:
         try:
             found = json.loads(self.path.read_text())
         except FileNotFoundError:
+            # A process that dies between its first shard and the record of it leaves one file, never several.
+            if sum(1 for _ in self.folder.glob("*.safetensors")) > 1:
+                raise MismatchError(f"{self.path} is missing. {_RECORD_ADVICE}") from None
             return ()
         except ValueError as error:
-            raise MismatchError(
-                f"{self.path} is damaged ({error}): `eigentrace check` says what can be saved."
-            ) from None
+            raise MismatchError(f"{self.path} is damaged ({error}). {_RECORD_ADVICE}") from None
         if not isinstance(found, dict) or found.get("format") != _FORMAT:
             raise MismatchError(f"{self.path} is of another format than this version of eigentrace reads.")
         try:
             return tuple(Shard(**entry) for entry in found["shards"])
         except (KeyError, TypeError) as error:
-            raise MismatchError(
-                f"{self.path} is incomplete or was edited ({error!r}): see `eigentrace check`."
-            ) from None
+            raise MismatchError(f"{self.path} is incomplete or was edited ({error!r}). {_RECORD_ADVICE}") from None
 
     def write(self, shards: tuple[Shard, ...]) -> None:
         """Put other shards on record."""
@@ -67,15 +65,15 @@ class Record:
             partial.write_text(f'{{"format": {_FORMAT}, "shards": [\n  {lines}\n]}}\n')
 
     def add(self, start: int, tensors: Mapping[str, Tensor]) -> Shard:
-        """Write a shard, and only when it is on the disk put it on record."""
+        """Write a shard, and only when it is on the disk put it on record, in the place of any it overlaps."""
         stop = start + len(next(iter(tensors.values())))
         path = self.folder / f"{start:012d}.safetensors"
         self.folder.mkdir(exist_ok=True)
+        before = [shard for shard in self.read() if shard.stop <= start or stop <= shard.start]
         with replacing(path) as partial:
-            held = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            write_tensors(held, partial, {"start": str(start), "stop": str(stop), "sha256": content_hash(tensors)})
+            write_tensors(tensors, partial, {"start": str(start), "stop": str(stop), "sha256": content_hash(tensors)})
             made = Shard(start, stop, partial.stat().st_size, checksum(partial))
-        self.write((*self.read(), made))
+        self.write((*before, made))
         return made
 
     def file(self, shard: Shard) -> Path:
@@ -147,6 +145,7 @@ def names_in(path: Path) -> tuple[str, ...]:
         raise StorageError(f"{path} cannot be read ({error}). {_ADVICE}") from None
 
 
+_RECORD_ADVICE = "`eigentrace check RUN --repair` makes it again from the shards."
 _ADVICE = "`eigentrace check RUN` says which shards are damaged, and with --repair scores only those again."
 
 
@@ -162,6 +161,22 @@ def fault_of(path: Path, shard: Shard) -> str | None:
     except OSError as error:
         return f"cannot be read ({error})"
     return None if found == shard.sha256 else "holds other bytes than were written (its checksum differs)"
+
+
+def begins_with(path: Path, tensors: Mapping[str, Tensor]) -> bool:
+    """Tell whether a file, however large, holds tensors of these shapes that begin with the same numbers."""
+    try:
+        with safe_open(path, "pt") as file:
+            for name, tensor in tensors.items():
+                held: Any = file.get_slice(name)
+                head = tuple(slice(0, size) for size in (*(8,) * (tensor.ndim - 1), 1024)[-tensor.ndim :])
+                if list(held.get_shape()) != list(tensor.shape):
+                    return False
+                if tensor.numel() and tensor.ndim and not torch.equal(held[head], tensor[head].cpu()):
+                    return False
+    except (SafetensorError, OSError):
+        return False
+    return True
 
 
 def as_dtype(name: str) -> torch.dtype:

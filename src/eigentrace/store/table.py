@@ -22,7 +22,10 @@ def as_columns(columns: Any, ids: Sequence[Any] | None, rows: int) -> pa.Table |
     """Make one table of ids and other columns, and check that it has a row for every example."""
     if columns is None and ids is None:
         return None
-    table = columns if isinstance(columns, pa.Table) else _table(columns or {})
+    table = columns if isinstance(columns, pa.Table) else _table({} if columns is None else columns)
+    twice = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
+    if twice:
+        raise InputError(f"Two columns are called {twice[0]!r}: give every column a name of its own.")
     if ids is not None and ID in table.column_names:
         raise InputError(f"The data has ids, and the columns hold {ID!r} too: give one of them.")
     named = {} if ids is None else {ID: _array(ids, ID)}
@@ -73,7 +76,7 @@ def write_table(folder: Folder) -> None:
                 for low in range(0, shard.stop - shard.start, _GROUP_ROWS):
                     high = min(low + _GROUP_ROWS, shard.stop - shard.start)
                     made = pa.table(_part(path, shard.start, low, high) | pieces.take(high - low))
-                    writer = writer or pq.ParquetWriter(partial, made.schema)
+                    writer = writer or pq.ParquetWriter(partial, made.schema, write_page_checksum=True)
                     writer.write_table(made)
         finally:
             if writer is not None:

@@ -1,0 +1,209 @@
+"""What a run costs on disk: shards written, scanned, checked, put in a table, and a corpus scored from end to end.
+
+python -m bench.store                     # 10M rows of 32 features, and 1M rows scored with a linear model
+python -m bench.store --rows 1000000 --features 128 --scored 100000
+python -m bench.store --small             # seconds, to see that all runs
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import eigentrace as et
+from bench.command import say, start
+from bench.measure import Cell, attempt, release
+from bench.peers.worker import Memory
+from bench.record import Notes, Record, Recorder, heading, merged, read, runs_of, shown, stem, table, write
+from eigentrace.store import Folder
+from eigentrace.store.table import write_table
+
+_CPU = torch.device("cpu")
+_SHARD = 250_000
+_INPUTS, _CLASSES, _DIRECTIONS, _BATCH = 16, 4, 8, 4096
+STEPS = {
+    "write": "write shards",
+    "features": "read all features, chunk by chunk",
+    "column": "read self-influence, find the highest 100",
+    "rows": "read the features of 1,000 rows",
+    "table": "write the table",
+    "check": "check every file",
+    "score": "score a linear model from end to end",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what the command line asks for; return how many numbers failed."""
+    settings = _parser().parse_args(argv)
+    path = settings.out / f"{stem('store', small=settings.small)}.json"
+    failures = 0
+    for other in settings.merge or ():
+        write(path, merged(read(path), read(other)))
+    if not (settings.merge or settings.render):
+        rows = settings.rows or (100_000 if settings.small else 10_000_000)
+        scored = settings.scored or (5_000 if settings.small else 1_000_000)
+        facts = {"title": f"{rows:,} × {settings.features}", "settings": {"scored": scored, "shard_rows": _SHARD}}
+        recorder = Recorder(start("store", settings, argv), path, f"{rows}x{settings.features}", facts)
+        with tempfile.TemporaryDirectory(dir=settings.cache) as folder:
+            steps = _steps(Path(folder), rows, settings.features, scored)
+            failures = sum(_measured(recorder, name, step) for name, step in steps.items())
+    render(settings.out, settings.small)
+    return failures
+
+
+def _steps(base: Path, rows: int, width: int, scored: int) -> dict[str, tuple[Callable[[], float], int]]:
+    """Return the work of every step, which gives the seconds it took, and how many rows it is about."""
+    folder = Folder(base / "x")
+    return {
+        "write": (partial(_write, folder, rows, width), rows),
+        "features": (
+            partial(_clocked, lambda: sum(float(part.sum()) for _, part in et.open_run(folder.path).feature_chunks())),
+            rows,
+        ),
+        "column": (partial(_clocked, lambda: et.open_run(folder.path).self_influence().top(100)), rows),
+        "rows": (partial(_clocked, partial(_some_rows, folder, rows)), 1000),
+        "table": (partial(_clocked, lambda: write_table(folder)), rows),
+        "check": (partial(_clocked, partial(_checked, folder)), rows),
+        "score": (partial(_score, base / "y", scored), scored),
+    }
+
+
+def _measured(recorder: Recorder, name: str, step: tuple[Callable[[], float], int]) -> bool:
+    """Record what a step takes; tell whether it failed."""
+
+    def work() -> Cell:
+        seconds = step[0]()
+        return {"seconds": seconds, "rows_per_second": step[1] / seconds} | memory.numbers() | {"load": load}
+
+    release(_CPU)
+    load, memory = os.getloadavg()[0], Memory(_CPU)
+    cell = recorder.add(name, attempt(work))
+    told = (
+        cell.get("failed") or f"{cell['rows_per_second']:14,.0f} rows/s  {cell['peak_growth'] / 2**20:8,.0f} MiB more"
+    )
+    say(f"{STEPS[name]:45} {told}")
+    return "failed" in cell
+
+
+def _clocked(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _write(folder: Folder, rows: int, width: int) -> float:
+    """Write what scoring would, and count only the seconds of writing."""
+    manifest = {
+        "kind": "run",
+        "format": 1,
+        "method": {"name": "numbers"},
+        "has_curvature": False,
+        "data": {"rows": rows},
+        "features": {"count": width, "type": "fp32", "hold": "everything"},
+    }
+    folder.begin(manifest, torch.ones(width, dtype=torch.float64), None)
+    generator, seconds = torch.Generator().manual_seed(0), 0.0
+    for first in range(0, rows, _SHARD):
+        seconds += _clocked(partial(folder.record.add, first, _drawn(min(_SHARD, rows - first), width, generator)))
+    return seconds
+
+
+def _drawn(rows: int, width: int, generator: torch.Generator) -> dict[str, Tensor]:
+    numbers = torch.randn(rows, width, generator=generator)
+    names = ("loss", "square_norm", "self_influence", "confidence")
+    whole = {name: torch.randint(10, (rows,), generator=generator) for name in ("label", "prediction", "digest")}
+    return {"features": numbers} | {name: numbers[:, 0].square() for name in names} | whole
+
+
+def _some_rows(folder: Folder, rows: int) -> None:
+    asked = torch.randint(rows, (1000,), generator=torch.Generator().manual_seed(1))
+    et.open_run(folder.path).features_of(asked.numpy())
+
+
+def _checked(folder: Folder) -> None:
+    found = et.check(folder.path)
+    if not found.is_good:
+        raise RuntimeError(f"The run that was written is not whole: {found}")
+
+
+class _Lazy(Dataset):
+    """Examples that are made when they are asked for: as many as are wanted, and few of them held."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.inputs = torch.randn(4096, _INPUTS, generator=torch.Generator().manual_seed(2))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        return self.inputs[row % 4096], row % _CLASSES
+
+
+def _score(out: Path, rows: int) -> float:
+    torch.manual_seed(3)
+    task = et.classification(nn.Linear(_INPUTS, _CLASSES))
+    data = et.Data(_Lazy(rows), batch_size=_BATCH)
+    fitted = et.Arnoldi(steps=20, keep=_DIRECTIONS).fit(task, data.take(range(min(2048, rows))), num_train=rows)
+    return _clocked(partial(et.score, fitted, data, out))
+
+
+def render(out: Path, small: bool) -> None:
+    """Write the tables from the JSON."""
+    name = stem("store", small=small)
+    command = "python -m bench.store" + (" --small" if small else "")
+    lines = heading("Runs on disk" + (", small" if small else ""), command, name)
+    lines += [
+        "",
+        f"Shards of {_SHARD:,} rows with checksums, forced to the disk one by one. *Growth* is the most memory that a "
+        "step held beyond what the process held before it, *peak* all that the process held, torch included. The last "
+        f"row reads examples one by one, gives them digests, and scores a linear model with {_DIRECTIONS} directions "
+        "and a tail. *Load* is the machine's load average before the measurement: 0 if nothing else runs.",
+    ]
+    for machine, problems in read(out / f"{name}.json").items():
+        lines += ["", f"## {machine}", "", *_machine(problems), "", *runs_of(problems)]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _machine(problems: dict[str, Record]) -> list[str]:
+    notes, lines = Notes(), []
+    for record in problems.values():
+        for step, title in STEPS.items():
+            cell = record["cells"].get(step)
+            if cell is None:
+                continue
+            size = f"{record['settings']['scored']:,} × {_DIRECTIONS}" if step == "score" else record["title"]
+            mebi = {key: cell[key] / 2**20 for key in ("peak", "peak_growth") if key in cell}
+            numbers = (("seconds", ",.2f"), ("rows_per_second", ",.0f"), ("peak_growth", ",.0f"), ("peak", ",.0f"))
+            written = [shown(cell | mebi, key, pattern, notes) for key, pattern in (*numbers, ("load", ".1f"))]
+            lines.append([title, size, *written])
+    headings = ["step", "rows × features", "seconds", "rows/s", "growth, MiB", "peak, MiB", "load"]
+    return table(headings, lines) + (["", *notes.lines()] if notes.texts else [])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.store", description="Runs on disk.")
+    parser.add_argument("--rows", type=int, help="examples written and scanned: 10M, or 100k with --small")
+    parser.add_argument("--features", type=int, default=32, help="numbers per example")
+    parser.add_argument("--scored", type=int, help="examples scored from end to end: 1M, or 5k with --small")
+    parser.add_argument("--small", action="store_true", help="a few rows, to see that all runs")
+    parser.add_argument("--cache", type=Path, help="where the runs lie while they are measured; a temporary folder")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
+    parser.add_argument("--render", action="store_true", help="measure nothing, only write the tables again")
+    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+    parser.set_defaults(profile=False, device=_CPU, seconds=0.0)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
