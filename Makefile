@@ -15,7 +15,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt pip torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable ".[cli,hf,images]" --group dev
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable ".[cli,hf,images,serve]" --group dev
 	touch $(STAMP)
 
 demo: setup

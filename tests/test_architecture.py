@@ -50,17 +50,26 @@ TIERS = (
     ("groups",),
     ("run",),
     ("scoring", "health"),
+    ("shown",),
     ("inputs",),
     ("exporting",),
     ("__init__",),
     ("evaluate", "demo", "report"),
+    ("serve",),
     ("cli",),
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
 
 CORE_PACKAGES = {"eigentrace", "torch", "numpy", "safetensors", "pyarrow", "tqdm"}
 # An optional package may be imported by these rooms only.
-EXTRAS = {"typer": ("cli",), "transformers": ("callbacks", "inputs"), "PIL": ("inputs",)}
+EXTRAS = {
+    "typer": ("cli",),
+    "fastapi": ("serve",),
+    "starlette": ("serve",),
+    "uvicorn": ("serve",),
+    "transformers": ("callbacks", "inputs"),
+    "PIL": ("inputs", "shown", "serve"),
+}
 
 MODULES = sorted(path for path in SOURCE.rglob("*.py"))
 

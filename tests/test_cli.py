@@ -112,6 +112,7 @@ def test_demo_prints_progress_the_table_and_where_to_look(monkeypatch, capsys, t
         f"Numbers: {tmp_path / 'here' / 'summary.json'}",
         f"Report:  {tmp_path / 'here' / 'report.html'}",
         f"Open it in a browser: {(tmp_path / 'here' / 'report.html').as_uri()}",
+        f"Look at every example: eigentrace serve {tmp_path / 'here' / 'run'} --open",
         "",
     ]
 

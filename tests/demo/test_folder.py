@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from eigentrace.demo.folder import REPORT, SUMMARY, claim, write
+from eigentrace.demo.folder import REPORT, RUN, SUMMARY, claim, new_run, place, write
+from eigentrace.demo.inputs import keep_request, request_of
 from eigentrace.errors import InputError, NumericalError
 
 GOOD = {"methods": [], "accuracy": {}, "versions": {}}
@@ -52,3 +53,73 @@ def test_never_writes_what_json_cannot_say(tmp_path, number):
     with pytest.raises(NumericalError, match=r"holds a number that is not finite .*nothing was written"):
         write(tmp_path, GOOD | {"auc": number}, "page")
     assert not list(tmp_path.iterdir())
+
+
+def finished(out, word):
+    """Go through the writing of a demo, and return what it said."""
+    messages = []
+    claim(out)
+    with new_run(out) as folder:
+        keep_request(folder, request_of(out / RUN, {"steps": 3}))
+        (folder / "fit").mkdir()
+        (folder / "manifest.json").write_text(word)
+        write(out, GOOD, word)
+        place(out, messages.append)
+    return messages
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_second_demo_replaces_the_run_of_the_first(tmp_path):
+    assert finished(tmp_path, "first") == []
+    assert finished(tmp_path, "second") == []
+    assert (tmp_path / RUN / "manifest.json").read_text() == "second"
+    assert names(tmp_path) == [REPORT, RUN, SUMMARY]
+
+
+@pytest.mark.parametrize("work", ["decisions.jsonl", "notes"])
+def test_a_run_that_somebody_worked_on_is_kept(tmp_path, work):
+    finished(tmp_path, "first")
+    (tmp_path / RUN / work).write_text("mine")
+    (message,) = finished(tmp_path, "second")
+    assert message == f"Note: the earlier run holds decisions or other files, and is kept as {tmp_path / 'run-1'}."
+    assert (tmp_path / "run-1" / work).read_text() == "mine"
+    assert (tmp_path / "run-1" / "manifest.json").read_text() == "first"
+    (tmp_path / RUN / work).write_text("mine again")
+    finished(tmp_path, "third")
+    assert (tmp_path / "run-2" / work).read_text() == "mine again"
+    assert (tmp_path / RUN / "manifest.json").read_text() == "third"
+    assert names(tmp_path) == [REPORT, RUN, "run-1", "run-2", SUMMARY]
+
+
+@pytest.mark.parametrize("request_file", [None, "not json", "[]", '{"input": {"function": "mine:made"}}'])
+def test_a_run_of_somebody_else_is_refused(tmp_path, request_file):
+    write(tmp_path, GOOD, "page")
+    (tmp_path / RUN).mkdir()
+    if request_file is not None:
+        (tmp_path / RUN / "request.json").write_text(request_file)
+    with pytest.raises(InputError, match=r"run is no run of a demo, and it is left alone: give a new or empty folder"):
+        claim(tmp_path)
+    assert (tmp_path / RUN).is_dir()
+
+
+def test_a_failure_keeps_the_earlier_run(tmp_path):
+    def fail():
+        with new_run(tmp_path) as folder:
+            keep_request(folder, request_of(tmp_path / RUN, {}))
+            raise KeyboardInterrupt
+
+    finished(tmp_path, "first")
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert (tmp_path / RUN / "manifest.json").read_text() == "first"
+    assert names(tmp_path) == [REPORT, RUN, SUMMARY]
+
+
+def test_what_a_killed_demo_left_is_swept_away(tmp_path):
+    (tmp_path / ".run.partial" / "shards").mkdir(parents=True)
+    (tmp_path / ".run.old.partial").mkdir()
+    finished(tmp_path, "first")
+    assert names(tmp_path) == [REPORT, RUN, SUMMARY]

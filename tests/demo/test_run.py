@@ -1,14 +1,18 @@
 import json
 import math
+import shutil
 import warnings
 from dataclasses import asdict
 
 import pytest
 import torch
 
+import eigentrace as et
 from eigentrace.demo import run_demo
 from eigentrace.demo.run import _Comparison
 from eigentrace.errors import ConvergenceWarning, InputError
+from eigentrace.evaluate import retrieval
+from eigentrace.inputs import make_inputs, show_of
 
 METHODS = ["Loss", "TracIn", "RandProj", "RandSelect", "Arnoldi (truncated)", "Arnoldi (tail)"]
 
@@ -80,6 +84,45 @@ def test_the_page_shows_the_run(small):
     assert "100 handwritten digits, after 20 of their labels" in page
     assert page.count("<img ") == 25
     assert all(f'<th scope="row">{name}</th>' in page for name in METHODS)
+
+
+def test_the_run_holds_what_the_table_says(small):
+    out, summary, _ = small
+    run = et.open_run(out / "run")
+    assert run.is_complete
+    assert et.check(out / "run").is_good
+    assert (run.num_rows, run.num_features) == (100, summary.methods[-1].keep)
+    assert int(run.column("corrupted").sum()) == 20
+    assert ((run.column("label") != run.column("true_label")) == run.column("corrupted")).all()
+    quality = retrieval(run.column("self_influence"), run.column("corrupted"))
+    assert 100 * quality.auc == pytest.approx(summary.methods[-1].auc)
+    assert run.manifest["how"]["classes"] == [str(digit) for digit in range(10)]
+    assert len(run.explain(3, 4).proponents.rows[0]) == 4
+
+
+def test_nothing_else_is_left(small):
+    assert sorted(path.name for path in small[0].iterdir()) == ["report.html", "run", "summary.json"]
+
+
+def test_the_run_can_be_moved_and_asked_about_new_digits(small, tmp_path):
+    moved = shutil.copytree(small[0] / "run", tmp_path / "elsewhere")
+    run = et.open_run(moved)
+    inputs = make_inputs(run.manifest["how"], moved)
+    run = run.attached(inputs.task, inputs.data)
+    label = int(run.column("label")[7])
+    (shown,) = inputs.show([7])
+    new = run.explain(inputs.read([{"image": shown.png, "label": label}]), 5, exclude=None)
+    known = run.explain(7, 5, exclude=None)
+    assert new.how == known.how == "exact"
+    assert new.proponents.rows.tolist() == known.proponents.rows.tolist()
+    assert new.proponents.scores == pytest.approx(known.proponents.scores, rel=1e-4)
+
+
+def test_the_request_is_where_the_commands_look_for_it(small):
+    request = json.loads((small[0] / "run" / "request.json").read_text())
+    assert make_inputs(request).data.fingerprint() == et.open_run(small[0] / "run").manifest["data"]["fingerprint"]
+    assert et.Arnoldi(**request["fit"]).steps == 8
+    assert show_of(request, small[0] / "run").classes == tuple("0123456789")
 
 
 def test_refuses_a_folder_with_other_files_before_any_work(tmp_path):

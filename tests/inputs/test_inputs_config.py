@@ -116,7 +116,7 @@ def test_inputs_can_be_made_again(moved, tmp_path, monkeypatch):
 def test_every_setting_of_the_fit_is_one_of_the_method():
     fields = set(et.Arnoldi.__dataclass_fields__)
     assert set(KEYS["fit"]) - {"params", "l2"} == fields - {"basis"}
-    assert set(KEYS["score"]) - {"shard_rows"} == set(Compute.__dataclass_fields__)
+    assert set(KEYS["score"]) - {"shard_rows", "shard_seconds", "features"} == set(Compute.__dataclass_fields__)
 
 
 WRONG = {

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eigentrace.errors import InputError
-from eigentrace.report.png import data_uri, encode_png
+from eigentrace.report.png import data_uri
+from eigentrace.shown.png import encode_png
 
 
 def decode(png):
@@ -51,4 +52,4 @@ def test_data_uri_holds_the_png():
 @pytest.mark.parametrize("image", [np.zeros((2, 2)), np.zeros((1, 2, 2), np.uint8), np.zeros((0, 2), np.uint8)])
 def test_refuses_what_is_not_a_grey_image(image):
     with pytest.raises(InputError, match=r"must be a \(height, width\) uint8 array, got .* scale values to 0-255"):
-        encode_png(image)
+        data_uri(image)

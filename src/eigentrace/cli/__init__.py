@@ -75,8 +75,8 @@ def _make_app() -> "typer.Typer":
 
     from eigentrace.cli import words
 
-    for command in (words.fit, words.score, words.explain, words.clean, words.check, words.info):
-        app.command()(command)
+    for name in ("fit", "score", "explain", "clean", "check", "info", "serve", "report"):
+        app.command(name)(getattr(words, name))
 
     @app.command()
     def demo(
@@ -97,7 +97,7 @@ def _make_app() -> "typer.Typer":
 def _demo(out: Path, seed: int, steps: int, as_json: bool = False) -> None:
     # Imported here: torch takes seconds to load, and `--help` must not wait for it.
     from eigentrace.demo import run_demo
-    from eigentrace.demo.folder import REPORT, SUMMARY
+    from eigentrace.demo.folder import REPORT, RUN, SUMMARY
     from eigentrace.report import methods_table
 
     summary = run_demo(out, seed=seed, steps=steps, on_message=_note if as_json else _say)
@@ -110,6 +110,7 @@ def _demo(out: Path, seed: int, steps: int, as_json: bool = False) -> None:
     _say(f"Numbers: {out / SUMMARY}")
     _say(f"Report:  {out / REPORT}")
     _say(f"Open it in a browser: {(out / REPORT).resolve().as_uri()}")
+    _say(f"Look at every example: eigentrace serve {out / RUN} --open")
 
 
 def _say(line: str) -> None:

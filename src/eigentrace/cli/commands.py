@@ -40,7 +40,7 @@ def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], as_js
     how = request.settled(path, config, given)
     method = Arnoldi(**how["fit"])
     # Nothing is written before the model and the data are there: wrong words leave no run behind.
-    inputs = None if folder.fit.exists() else request.made(how)
+    inputs = None if folder.fit.exists() else request.made(how, path)
     with locked(folder.path):
         request.remember(path, how)
         sweep(folder.path)
@@ -65,7 +65,7 @@ def score(path: Path, given: Mapping[str, Any], device: str | None, as_json: boo
     asked = dict(how["score"]) | {name: value for name, value in given.items() if value is not None}
     limits = {name: asked.pop(name) for name in ("shard_rows", "shard_seconds", "features") if name in asked}
     compute = Compute(**asked)
-    inputs = request.made(how, device)
+    inputs = request.made(how, path, device)
     fitted = load(folder.fit, inputs.task)
     known = how | {"classes": _classes(inputs)}
     run = score_run(fitted, inputs.data, path, columns=_columns(inputs), compute=compute, how=known, **limits)
@@ -91,11 +91,11 @@ def explain(
     asked: Any = rows
     if exact or queries is not None or options["top_labels"] is not None:
         how = request.stored(path)
-        inputs = request.made(how)
+        inputs = request.made(how, path)
         # To compare the data with what was scored takes a pass over it: only where its examples are needed.
         run = run.attached(inputs.task, inputs.data if exact or rows or not run.num_features else None)
         if queries is not None:
-            asked = request.new_examples(how, queries)
+            asked = request.new_examples(how, path, queries)
     k = options.pop("k")
     found = run.explain(asked, k, rescore=None if exact else False if run.num_features else None, **options)
     if out is not None:
@@ -150,7 +150,7 @@ def check(path: Path, repair: bool, as_json: bool) -> None:
     if repair and not health.is_good:
         how = request.stored(path)
         pinned = {name: folder.manifest["compute"][name] for name in ("engine", "precision", "compile")}
-        inputs = request.made(how)
+        inputs = request.made(how, path)
         if health.num_missing:
             _note(f"Scoring {counted(health.num_missing, 'row')} again.")
         score_run(

@@ -73,8 +73,8 @@ def remember(path: Path, how: Mapping[str, Any]) -> None:
         partial.write_text(words)
 
 
-def made(how: Mapping[str, Any], device: str | None = None) -> Inputs:
-    """Load the model and open the data, on another device if one is given."""
+def made(how: Mapping[str, Any], home: Path, device: str | None = None) -> Inputs:
+    """Load the model and open the data of the run at `home`, on another device if one is given."""
     asked = how["input"]
     if device is not None:
         if "function" in asked:
@@ -83,10 +83,10 @@ def made(how: Mapping[str, Any], device: str | None = None) -> Inputs:
     wanted = str(asked.get("device") or "")
     if wanted.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"The device {wanted} was asked for, and torch finds no GPU here. Use --device cpu.")
-    return make_inputs({"input": asked})
+    return make_inputs({"input": asked}, home)
 
 
-def new_examples(how: Mapping[str, Any], queries: Path) -> Data:
+def new_examples(how: Mapping[str, Any], home: Path, queries: Path) -> Data:
     """Open a file of examples that are read like those of the run."""
     if "function" in how["input"]:
         raise InputError(
@@ -96,7 +96,7 @@ def new_examples(how: Mapping[str, Any], queries: Path) -> Data:
     changed: dict[str, Any] = {"dataset": str(queries.resolve()), "id": None, "split": None, "columns": []}
     resolved = {key: value for key, value in how["input"]["resolved"].items() if key != "dataset"}
     asked = {key: value for key, value in (how["input"] | changed).items() if value is not None}
-    return made({"input": asked | {"resolved": resolved}}).data
+    return made({"input": asked | {"resolved": resolved}}, home).data
 
 
 def scored(path: Path) -> Folder:

@@ -183,3 +183,30 @@ def check(
 def info(run: _Run, json: _Json = False) -> None:
     """Say what a run is, how far it is, and what stands out in it."""
     _commands().info(run, json)
+
+
+def serve(
+    run: _Run,
+    port: Annotated[int, typer.Option(help="Where to listen; 0 for any port that is free.")] = 8765,
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine with --token.")] = "127.0.0.1",
+    token: Annotated[str | None, typer.Option(help="What others need to know to read and decide.")] = None,
+    model: Annotated[bool, typer.Option("--model", help="Load the model too, to ask about new examples.")] = False,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    json: _Json = False,
+) -> None:
+    """Open a page on a run: look at examples, ask who taught what, decide what goes."""
+    from eigentrace.cli.paging import serve as start
+
+    start(run, port, host, token, model, open_, json)
+
+
+def report(
+    run: _Run,
+    out: Annotated[Path | None, typer.Option(help="A new HTML file; RUN/page.html if not given.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Examples in it, those of highest self-influence first.")] = 300,
+    json: _Json = False,
+) -> None:
+    """Write the page on a run as one HTML file, to mail around."""
+    from eigentrace.cli.paging import report as write
+
+    write(run, out, rows, json)

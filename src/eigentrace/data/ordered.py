@@ -123,6 +123,11 @@ class Data:
         return self._source.boundary(row)
 
     @property
+    def is_seekable(self) -> bool:
+        """Tell whether any row can be read without reading those before it."""
+        return self._source.is_seekable
+
+    @property
     def can_rebatch(self) -> bool:
         """Tell whether batches are collated here, so that their size is ours to choose."""
         return self._source.can_rebatch

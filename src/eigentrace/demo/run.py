@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 import eigentrace as et
 from eigentrace.demo.experiment import Accuracy, Trained, train_on_wrong_labels
-from eigentrace.demo.folder import claim, write
+from eigentrace.demo.folder import RUN, claim, new_run, place, write
+from eigentrace.demo.inputs import CLASSES, inputs_of, keep_network, keep_request, request_of
 from eigentrace.demo.present import make_report
 from eigentrace.errors import EigentraceWarning
 from eigentrace.evaluate import retrieval
+from eigentrace.inputs import Inputs
 from eigentrace.report import MethodRow, render_page
 
 KEEP = 50
@@ -48,10 +49,11 @@ def run_demo(
     size: int = 6000,
     on_message: Callable[[str], None] = lambda message: None,
 ) -> Summary:
-    """Find wrong labels by self-influence with six methods; write summary.json and report.html.
+    """Find wrong labels by self-influence with six methods; write summary.json, report.html and a run to look at.
 
     Args:
-        out: Folder for the two files; made if need be. An earlier demo in it is replaced.
+        out: Folder for the two files and the run; made if need be. An earlier demo in it is replaced; its run is kept
+            under another name if somebody made decisions in it.
         seed: Decides on the changed labels, the training and the methods' own random numbers.
         steps: Arnoldi steps. Fewer than 50 also lower the number of directions Arnoldi keeps.
         sample: Training examples the curvature is taken on.
@@ -64,8 +66,8 @@ def run_demo(
     """
     claim(out)
     trained = train_on_wrong_labels(seed, epochs, size, on_message)
-    task = et.classification(trained.model)
-    data = et.Data(TensorDataset(trained.images, trained.labels), batch_size=256)
+    inputs = inputs_of(trained)
+    task, data = inputs.task, inputs.data
     compare = _Comparison(data, trained.is_wrong, on_message)
 
     compare.add("Loss", None, lambda: et.Loss().fit(task, data))
@@ -73,23 +75,40 @@ def run_demo(
     compare.add("RandProj", KEEP, lambda: et.RandProj(keep=KEEP, seed=seed).fit(task, data))
     compare.add("RandSelect", KEEP, lambda: et.RandSelect(keep=KEEP, seed=seed).fit(task, data))
     on_message(f"Arnoldi: {steps} products with the curvature of {min(sample, len(data))} examples")
-    arnoldi = et.Arnoldi(steps=steps, keep=min(KEEP, steps), sample=sample, seed=seed)
-    fitted, seconds = compare.fit(lambda: arnoldi.fit(task, data))
+    settings: dict[str, Any] = {"steps": steps, "keep": min(KEEP, steps), "sample": sample, "seed": seed}
+    fitted, seconds = compare.fit(lambda: et.Arnoldi(**settings).fit(task, data))
     keep = len(fitted.spectrum.eigenvalues)
-    compare.score("Arnoldi (truncated)", keep, fitted.distill(tail=None), seconds)
-    scores = compare.score("Arnoldi (tail)", keep, fitted, seconds)
-
-    summary = Summary(
-        methods=tuple(compare.rows),
-        accuracy=trained.accuracy,
-        seed=seed,
-        steps=steps,
-        sample=sample,
-        parameters=trained.num_parameters,
-        versions=_versions(),
-    )
-    _write(out, summary, trained, scores, fitted.spectrum)
+    truncated = fitted.distill(tail=None)
+    compare.score("Arnoldi (truncated)", keep, lambda: truncated.self_influence(data), seconds)
+    with new_run(out) as folder:
+        scoring = _begun(folder, fitted, inputs, request_of(out / RUN, settings))
+        scores = compare.score("Arnoldi (tail)", keep, scoring, seconds)
+        keep_network(folder, trained)
+        summary = Summary(
+            methods=tuple(compare.rows),
+            accuracy=trained.accuracy,
+            seed=seed,
+            steps=steps,
+            sample=sample,
+            parameters=trained.num_parameters,
+            versions=_versions(),
+        )
+        _write(out, summary, trained, scores, fitted.spectrum)
+        place(out, on_message)
     return summary
+
+
+def _begun(folder: Path, fitted: et.Fitted, inputs: Inputs, request: dict[str, Any]) -> Callable[[], Tensor]:
+    """Begin a run, and return what scores every example into it: self-influence is among what it holds."""
+    keep_request(folder, request)
+    fitted.save(folder / "fit")
+
+    def score() -> Tensor:  # (N,)
+        how = request | {"classes": list(CLASSES)}
+        run = et.score(fitted, inputs.data, folder, columns=inputs.columns, how=how)
+        return torch.from_numpy(run.column("self_influence"))
+
+    return score
 
 
 class _Comparison:
@@ -101,7 +120,8 @@ class _Comparison:
 
     def add(self, name: str, keep: int | None, fit: Callable[[], Any]) -> None:
         """Fit a method and take it into the table."""
-        self.score(name, keep, *self.fit(fit))
+        fitted, seconds = self.fit(fit)
+        self.score(name, keep, lambda: fitted.self_influence(self.data), seconds)
 
     def fit(self, fit: Callable[[], Any]) -> tuple[Any, float]:
         """Fit a method, and pass on as messages what it warns about."""
@@ -115,9 +135,9 @@ class _Comparison:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         return fitted, seconds
 
-    def score(self, name: str, keep: int | None, fitted: Any, fit_seconds: float) -> Tensor:  # (N,)
+    def score(self, name: str, keep: int | None, scoring: Callable[[], Tensor], fit_seconds: float) -> Tensor:  # (N,)
         """Take a fitted method into the table, and return the self-influence of every example."""
-        scores, score_seconds = _timed(lambda: fitted.self_influence(self.data))
+        scores, score_seconds = _timed(scoring)
         quality = retrieval(scores, self.is_wrong)
         row = MethodRow(name, keep, 100 * quality.auc, 100 * quality.ap, fit_seconds, score_seconds)
         self.rows.append(row)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 
 import numpy as np
 import pyarrow as pa
@@ -59,6 +60,19 @@ def class_labels(records: Records, column: str, label2id: Mapping[str, int], num
     numbers = [_in_range(records, column, size, *chunk) for chunk in records.chunks(column)]
     labels = np.concatenate(numbers)
     return labels if table is None else table[labels]
+
+
+def class_of(label: int | str, label2id: Mapping[str, int], num_labels: int) -> int:
+    """Return the class that a single label means: a number is a class, a text its name or its number."""
+    if isinstance(label, str):
+        found = _class_of(label, label2id, num_labels)
+    else:
+        found = label if isinstance(label, Integral) and 0 <= label < num_labels else -1
+    if found < 0:
+        names = ", ".join(sorted(label2id, key=lambda name: label2id[name])[:10])
+        known = f", or one of {names}" if names else ""
+        raise InputError(f"The model has no class {label!r}: give a number from 0 to {num_labels - 1}{known}.")
+    return int(found)
 
 
 def _by_name(

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from eigentrace.errors import InputError
-from eigentrace.inputs.folder import from_folder
+from eigentrace.inputs.folder import from_folder, show_folder
 from eigentrace.inputs.function import from_function
 from eigentrace.inputs.made import Inputs
+from eigentrace.shown import Show, Tensors
 
 _FOLDER = (
     "model", "dataset", "task", "text", "text_pair", "target", "label", "image", "id", "tokenizer", "max_length",
@@ -24,8 +25,11 @@ KEYS = {
         "steps", "keep", "tail", "coordinates", "curvature", "positive_only", "sample", "spread", "seed", "precision",
         "compile", "reliability", *_OF_TASK,
     ),
-    "score": ("shard_rows", "batch", "precision", "engine", "memory", "compile"),
+    "score": ("shard_rows", "shard_seconds", "features", "batch", "precision", "engine", "memory", "compile"),
 }  # fmt: skip
+# An argument of a function begins with the first to mean the directory of the run; under the second, the directory in
+# full is among the resolved paths, for those who have the record alone.
+IN_RUN, RUN = "{run}", "run"
 _PATHS = ("model", "dataset", "tokenizer")
 # TOML has no null: these words stand for it.
 _NOTHING = {"tail": "none", "sample": "all"}
@@ -62,19 +66,64 @@ def from_config(path: Path | str | None, overrides: Mapping[str, Mapping[str, An
     return _as_json(how)
 
 
-def make_inputs(how: Mapping[str, Mapping[str, Any]]) -> Inputs:
+def make_inputs(how: Mapping[str, Mapping[str, Any]], home: Path | str | None = None) -> Inputs:
     """Make task and data from a record that `from_config` returned, now or as stored with a run.
 
     A path is taken as it was resolved then; where that is gone, as it was given, from the current directory.
+
+    Args:
+        how: The record.
+        home: The directory of the run it was stored with. Arguments of a function that begin with `{run}` begin with
+            this directory then, so that a run which holds its own data can be moved.
     """
-    asked = dict(how["input"])
-    resolved = asked.pop("resolved", {})
-    _check_input(asked)
-    for key, full in resolved.items():
-        asked[key] = full if _is_there(key, full) else asked[key]
+    asked = _settled(how, home)
     if "function" in asked:
         return from_function(asked["function"], asked.get("args"))
     return from_folder(**asked)
+
+
+def show_of(
+    how: Mapping[str, Mapping[str, Any]] | None, home: Path | str | None = None, inputs: Inputs | None = None
+) -> Show | None:
+    """Find out what the examples of a run look like; None where nobody can tell.
+
+    The examples of folders are shown without loading the model. A function is called, unless what it returned is given;
+    where it does not say what its examples look like, tensors that look like images are taken for images.
+
+    Args:
+        how: What the run was made from, as `from_config` returned it or its manifest holds it.
+        home: The run's directory; see `make_inputs`.
+        inputs: What was made of the record, where that is at hand.
+    """
+    if inputs is None:
+        if not how or "input" not in how:
+            return None
+        asked = _settled(how, home)
+        if "function" not in asked:
+            return show_folder(**asked)
+        inputs = make_inputs(how, home)
+    return Tensors.found_in(inputs.data) if inputs.show is None else inputs.show
+
+
+def _settled(how: Mapping[str, Mapping[str, Any]], home: Path | str | None) -> dict[str, Any]:
+    """Return what the input is made from, with every path where it is now."""
+    asked = dict(how["input"])
+    resolved = dict(asked.pop("resolved", {}))
+    _check_input(asked)
+    made_in = resolved.pop(RUN, None)
+    for key, full in resolved.items():
+        asked[key] = full if _is_there(key, full) else asked[key]
+    if asked.get("args"):
+        asked["args"] = {name: _in_run(value, home or made_in) for name, value in asked["args"].items()}
+    return asked
+
+
+def _in_run(value: Any, home: Path | str | None) -> Any:
+    if not isinstance(value, str) or Path(value).parts[:1] != (IN_RUN,):
+        return value
+    if home is None:
+        raise InputError(f"The argument {value!r} begins with the directory of a run, and none is known here.")
+    return str(Path(home).resolve().joinpath(*Path(value).parts[1:]))
 
 
 def _read(path: Path) -> dict[str, Any]:

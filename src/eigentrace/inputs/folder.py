@@ -10,6 +10,7 @@ from torch import nn
 
 from eigentrace.data import Data
 from eigentrace.errors import InputError
+from eigentrace.inputs.asking import NewExamples
 from eigentrace.inputs.columns import check_text, class_labels, ids_of, metadata_of
 from eigentrace.inputs.files import Files, find_files
 from eigentrace.inputs.hugging import (
@@ -19,15 +20,19 @@ from eigentrace.inputs.hugging import (
     load_model,
     load_tokenizer,
     longest_input,
+    stored_class_names,
     takes_token_types,
 )
-from eigentrace.inputs.images import Images, check_images, preparation
+from eigentrace.inputs.images import Images, Pictures, check_images, preparation
 from eigentrace.inputs.made import Inputs
 from eigentrace.inputs.records import Records, open_records
 from eigentrace.inputs.text import Texts
 from eigentrace.ready import causal_lm, classification, seq2seq
 from eigentrace.selection import Params
 from eigentrace.settings import check_counts
+from eigentrace.shown import Images as ShownImages
+from eigentrace.shown import Pairs, Show
+from eigentrace.shown import Texts as ShownTexts
 
 _ROLES = {
     "text-classification": ("text", "text_pair", "label"),
@@ -100,7 +105,37 @@ def from_folder(
         examples = _texts(records, roles, Path(tokenizer or folder), network, max_length)
     network.to(_place(device))
     data = Data(examples, examples.collate, batch_size, ids, workers)
-    return Inputs(_READY[task](network, params, l2), data, metadata, files.source)
+    show, read = _show(records, roles, files.folder, folder), NewExamples(examples, roles, network.config)
+    return Inputs(_READY[task](network, params, l2), data, metadata, files.source, show, read)
+
+
+def show_folder(
+    model: Path | str,
+    dataset: Path | str,
+    task: TaskName,
+    *,
+    text: str = "text",
+    text_pair: str | None = None,
+    target: str = "target",
+    label: str = "label",
+    image: str = "image",
+    split: str | None = None,
+    **others: Any,
+) -> Show:
+    """Show the examples of a dataset without loading the model; takes what `from_folder` does."""
+    roles = _roles(task, text=text, text_pair=text_pair, target=target, label=label, image=image)
+    files = find_files(dataset, split)
+    return _show(_opened(files, roles, others.get("id")), roles, files.folder, Path(model))
+
+
+def _show(records: Records, roles: Mapping[str, str], home: Path, folder: Path) -> Show:
+    classes = stored_class_names(folder) if "label" in roles else None
+    if "image" in roles:
+        return ShownImages(Pictures(records, roles["image"], home), len(records), classes=classes)
+    second = roles.get("target") or roles.get("text_pair")
+    if second is not None:
+        return Pairs(records, roles["text"], second, classes=classes)
+    return ShownTexts(records, roles["text"], classes=classes)
 
 
 def _place(device: str | None) -> torch.device:

@@ -1,6 +1,7 @@
 """Models and tokenizers from Hugging Face folders. Only this module and the callbacks know `transformers`."""
 
 import inspect
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
@@ -34,6 +35,16 @@ def check_folder(folder: Path) -> None:
             f"{folder} has no config.json, so it is no Hugging Face model folder. Give a folder that save_pretrained "
             "wrote, or make the task yourself in a function (package.module:function)."
         )
+
+
+def stored_class_names(folder: Path) -> tuple[str, ...] | None:
+    """Read the names of classes 0, 1, 2, … from a model folder, without `transformers`; None where it has none."""
+    try:
+        names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("id2label")
+        numbered = {int(number): str(name) for number, name in names.items()}
+    except (OSError, ValueError, AttributeError):
+        return None
+    return tuple(numbered[n] for n in range(len(numbered))) if set(numbered) == set(range(len(numbered))) else None
 
 
 def load_model(folder: Path, task: str) -> nn.Module:

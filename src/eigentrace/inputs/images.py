@@ -17,8 +17,12 @@ from eigentrace.errors import DataError, InputError
 from eigentrace.inputs.columns import is_text
 from eigentrace.inputs.hugging import load_image_processor
 from eigentrace.inputs.records import Records
+from eigentrace.shown.pixels import MOST_PIXELS
 
 Prepare = Callable[[Any], np.ndarray]  # an image -> (channels, height, width)
+# What is decoded of files that somebody sends, and up to which size.
+_FROM_OUTSIDE = ("PNG", "JPEG", "WEBP")
+_MOST_FROM_OUTSIDE = 1 << 24
 # Every setting that `_prepared` follows, or that says nothing about the numbers.
 _FOLLOWED = {
     "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize",
@@ -67,19 +71,58 @@ class Images:
         return {"pixel_values": pixels, "labels": torch.tensor([example["labels"] for example in examples])}
 
     def _pixels(self, row: int, stored: Any) -> np.ndarray:
-        pillow = _pillow()
-        data, path = _parts(stored)
-        if data is None and path is None:
-            raise DataError(f"Row {row} of {self.records.name} (counted from 0) has no image in {self.column!r}.")
-        try:
-            with pillow.Image.open(io.BytesIO(data) if data is not None else self.folder / str(path)) as opened:
-                image = pillow.ImageOps.exif_transpose(opened).convert(self.mode)
-        except OSError as error:
-            raise DataError(
-                f"The image of row {row} of {self.records.name} (counted from 0) cannot be read: {error} | Paths are "
-                f"relative to {self.folder}."
-            ) from None
-        return self.prepare(image)
+        return self.prepare(_opened(self, row, stored).convert(self.mode))
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Rows of a dataset as images of Pillow, no larger than a page shows them."""
+
+    records: Records
+    column: str
+    folder: Path
+    """Where paths in the dataset begin."""
+
+    def __call__(self, row: int) -> Any:
+        """Open the image of one row."""
+        (stored,) = self.records.read([row], [self.column]).column(0).to_pylist()
+        return _opened(self, row, stored, MOST_PIXELS)
+
+
+def _opened(files: Images | Pictures, row: int, stored: Any, most: int | None = None) -> Any:
+    """Read an image of a row the right way up, and no side of it longer than asked for."""
+    pillow = _pillow()
+    where = f"{row} of {files.records.name} (counted from 0)"
+    data, path = _parts(stored)
+    if data is None and path is None:
+        raise DataError(f"Row {where} has no image in {files.column!r}.")
+    try:
+        with pillow.Image.open(io.BytesIO(data) if data is not None else files.folder / str(path)) as opened:
+            if most is not None:
+                opened.thumbnail((most, most))
+            return pillow.ImageOps.exif_transpose(opened)
+    except (OSError, SyntaxError, ValueError, pillow.Image.DecompressionBombError) as error:
+        raise DataError(
+            f"The image of row {where} cannot be read: {error} | Paths are relative to {files.folder}."
+        ) from None
+
+
+def read_pixels(data: bytes, mode: str = "RGB") -> np.ndarray:  # (H, W) or (H, W, channels) uint8
+    """Decode an image file that comes from outside: PNG, JPEG or WebP, of at most 2²⁴ pixels, which its header tells.
+
+    Raises:
+        InputError: If it is anything else.
+    """
+    pillow = _pillow()
+    try:
+        with pillow.Image.open(io.BytesIO(data), formats=_FROM_OUTSIDE) as opened:
+            if opened.width * opened.height <= _MOST_FROM_OUTSIDE:
+                return np.asarray(pillow.ImageOps.exif_transpose(opened).convert(mode))
+    except (pillow.Image.DecompressionBombWarning, pillow.Image.DecompressionBombError):
+        pass
+    except (OSError, SyntaxError, ValueError) as error:
+        raise InputError(f"The image cannot be read: {error}. Give a PNG, JPEG or WebP file.") from None
+    raise InputError("The image has more than 2²⁴ pixels, the most that are taken: make it smaller.")
 
 
 def check_images(records: Records, column: str) -> None:

@@ -1,8 +1,9 @@
 """Files of examples as rows that can be read in any order, and that become Python objects a batch at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from threading import Lock
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -54,6 +55,7 @@ class _RowGroups:
         self._places: list[tuple[Path, int]] = []
         self._open: tuple[Path, pq.ParquetFile] | None = None
         self._groups: dict[tuple[int, tuple[str, ...]], pa.Table] = {}
+        self._lock = Lock()
         for path in paths:
             with pq.ParquetFile(path) as file:
                 _check_same(self.schema, file.schema_arrow, paths[0], path)
@@ -61,7 +63,19 @@ class _RowGroups:
                 self.sizes += [file.metadata.row_group(group).num_rows for group in groups]
                 self._places += [(path, group) for group in groups]
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Open files and locks do not travel to another process.
+        return vars(self) | {"_open": None, "_groups": {}, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"_lock": Lock()})
+
     def get(self, number: int, names: tuple[str, ...]) -> pa.Table:
+        # A page that shows examples reads them in several threads.
+        with self._lock:
+            return self._get(number, names)
+
+    def _get(self, number: int, names: tuple[str, ...]) -> pa.Table:
         key = (number, names)
         table = self._groups.pop(key, None)
         if table is None:
@@ -154,6 +168,11 @@ class Records:
                 f"Row {row} of {self.name} (counted from 0) has no value in column {column!r}. Fill it in, or leave "
                 "the row out."
             )
+
+
+def held_records(columns: Mapping[str, Any], name: str) -> Records:
+    """Make records of columns in memory."""
+    return Records(_Held(pa.table(dict(columns))), name)
 
 
 def open_records(files: Files, as_text: Sequence[str] = ()) -> Records:

@@ -1,0 +1,46 @@
+"""The commands that show a run: the server, which starts without torch, and the page as one file."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eigentrace.errors import InputError
+
+if TYPE_CHECKING:
+    from eigentrace.serve.launch import Place
+
+_NO_SERVER = 'The page needs the packages fastapi and uvicorn. Install them with: pip install "eigentrace[serve]"'
+
+
+def serve(path: Path, port: int, host: str, token: str | None, model: bool, open_browser: bool, as_json: bool) -> None:
+    """Serve a page until Ctrl-C."""
+
+    def tell(place: "Place") -> None:
+        if as_json:
+            print(json.dumps({"run": str(path), "url": place.url, "open_to_others": place.is_open}), flush=True)
+        else:
+            print(f"{path} is at {place.url} (Ctrl-C ends it; decisions are saved as you make them)", flush=True)
+
+    try:
+        from eigentrace.serve.launch import serve as start
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "uvicorn", "starlette"):
+            raise
+        raise InputError(_NO_SERVER) from None
+    try:
+        start(path, port=port, host=host, token=token, with_model=model, open_browser=open_browser, on_start=tell)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+
+
+def report(path: Path, out: Path | None, rows: int, as_json: bool) -> None:
+    """Write the page as one file."""
+    from eigentrace.serve.report import write_report
+
+    written = write_report(path, path / "page.html" if out is None else out, rows=rows)
+    size = written.stat().st_size
+    if as_json:
+        print(json.dumps({"run": str(path), "out": str(written), "bytes": size}), flush=True)
+    else:
+        print(f"{written} ({size / 1e6:.1f} MB). Open it in a browser: {written.resolve().as_uri()}", flush=True)

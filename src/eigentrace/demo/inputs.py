@@ -1,0 +1,110 @@
+"""The demo's network and digits again, from the run they were scored into: what its request names."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import eigentrace as et
+from eigentrace.artifact import read_tensors
+from eigentrace.demo.cnn import make_cnn
+from eigentrace.demo.digits import NUM_CLASSES, load_digits
+from eigentrace.demo.experiment import Trained
+from eigentrace.files import replacing, write_tensors
+from eigentrace.inputs import Inputs
+from eigentrace.inputs.columns import class_of
+from eigentrace.inputs.config import IN_RUN, RUN
+from eigentrace.inputs.images import read_pixels
+from eigentrace.inputs.made import Example
+from eigentrace.shown import Tensors
+
+FUNCTION = "eigentrace.demo.inputs:digits"
+NETWORK, REQUEST = "network.safetensors", "request.json"
+CLASSES = tuple(str(digit) for digit in range(NUM_CLASSES))
+_SIDE = 28
+_LABELS = "given_labels"
+
+
+def digits(folder: str) -> Inputs:
+    """Make the demo's task and data from the network and the labels that are kept in its run.
+
+    Args:
+        folder: The run's directory.
+    """
+    kept = read_tensors(Path(folder) / NETWORK)
+    labels = kept.pop(_LABELS)
+    model = make_cnn(seed=0)
+    model.load_state_dict(kept)
+    known = load_digits()
+    return _inputs(model.eval(), known.train_images[: len(labels)], labels, known.train_labels[: len(labels)])
+
+
+def inputs_of(trained: Trained) -> Inputs:
+    """Make the same of a network that has just been trained."""
+    return _inputs(trained.model, trained.images, trained.labels, trained.true_labels)
+
+
+def request_of(run: Path, fit: dict[str, Any]) -> dict[str, Any]:
+    """Say how the inputs of a run are made again, wherever it is moved to.
+
+    Args:
+        run: Where the run will lie.
+        fit: The settings of its fit.
+    """
+    asked = {"function": FUNCTION, "args": {"folder": IN_RUN}, "resolved": {RUN: str(run.resolve())}}
+    return {"input": asked, "fit": fit, "score": {}}
+
+
+def keep_request(folder: Path, request: dict[str, Any]) -> None:
+    """Write down what a run is made from, where the commands look for it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / REQUEST) as partial:
+        partial.write_text(json.dumps(request, indent=2) + "\n")
+
+
+def keep_network(folder: Path, trained: Trained) -> None:
+    """Put the weights, and the labels that were given, into a run."""
+    with replacing(folder / NETWORK) as partial:
+        write_tensors(trained.model.state_dict() | {_LABELS: trained.labels}, partial)
+
+
+def _inputs(model: nn.Module, images: Tensor, labels: Tensor, true_labels: Tensor) -> Inputs:
+    return Inputs(
+        et.classification(model),
+        et.Data(TensorDataset(images, labels), batch_size=256),
+        pa.table({"corrupted": (labels != true_labels).numpy(), "true_label": true_labels.numpy()}),
+        show=Tensors(images, classes=CLASSES),
+        read=new_digits,
+    )
+
+
+def new_digits(given: Sequence[Example]) -> et.Data:
+    """Prepare pictures of digits, of any size, and the labels they are asked about with."""
+    images = torch.stack([_as_digit(example["image"]) for example in given])
+    labels = torch.tensor([class_of(example["label"], {}, NUM_CLASSES) for example in given])
+    return et.Data(TensorDataset(images, labels))
+
+
+def _as_digit(image: bytes | np.ndarray) -> Tensor:  # (1, 28, 28)
+    pixels = read_pixels(image, "L") if isinstance(image, bytes) else image
+    values = torch.from_numpy(pixels.copy()).float() / 255
+    if values.ndim == 3:
+        values = values[..., :3].mean(dim=2)
+    # The network knows light digits on a dark ground; on paper they are dark.
+    edges = torch.cat([values[0], values[-1], values[:, 0], values[:, -1]])
+    if edges.mean() > 0.5:
+        values = 1 - values
+    height, width = values.shape
+    side = max(height, width)
+    above, before = (side - height) // 2, (side - width) // 2
+    around = (before, side - width - before, above, side - height - above)
+    square = nn.functional.pad(values, around)[None, None]
+    if side != _SIDE:
+        square = nn.functional.interpolate(square, (_SIDE, _SIDE), mode="bilinear", antialias=True)
+    return square[0]

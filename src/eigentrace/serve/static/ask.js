@@ -1,0 +1,196 @@
+// Ask about something new: a text, a pair of texts or an image that the model has not been trained on.
+
+import { answers } from "./answers.js";
+import { showContent } from "./content.js";
+import { empty, failure, field, h, loading, select } from "./dom.js";
+import { count, number, percent } from "./numbers.js";
+import { source } from "./source.js";
+import { hasLabels, labelName, labels, state } from "./state.js";
+
+const MOST_BYTES = 4 * 2 ** 20;
+
+/** Show the form, or say why there is none. */
+export function showAsk(main) {
+  const heading = h("h1", { tabindex: "-1" }, "Ask about something new");
+  if (!state.overview.live) {
+    const words = source.isLive
+      ? "The run is open without its model. Start the server again with the model to ask about new examples."
+      : "This is a report in one file. Open the run with eigentrace serve, where the model can be asked.";
+    main.replaceChildren(
+      heading,
+      empty(
+        "The model is not loaded",
+        words,
+        h("a", { class: "button", href: "#/examples" }, "Ask about a training example instead"),
+      ),
+    );
+    return {};
+  }
+  const kind = state.overview.kind;
+  const result = h("div", { class: "ask-result", "aria-live": "polite" });
+  const inputs = { image: imageInput, pair: pairInput }[kind] ?? textInput;
+  const given = inputs();
+  const label = hasLabels()
+    ? h(
+        "select",
+        { name: "label" },
+        labels().map(([value, name]) => h("option", { value }, name)),
+      )
+    : null;
+  const normalize = select(
+    "normalize",
+    [
+      ["none", "None"],
+      ["gradient", "Gradient"],
+      ["metric", "Metric"],
+    ],
+    "none",
+    () => {},
+  );
+  const send = h("button", { class: "primary" }, "Ask");
+  const submit = async (event) => {
+    event.preventDefault();
+    const problem = given.problem();
+    if (problem) {
+      result.replaceChildren(failure(new Error(problem)));
+      return;
+    }
+    send.disabled = true;
+    result.replaceChildren(loading("Asking the model"));
+    try {
+      const found = await source.ask({
+        ...given.read(),
+        ...(label ? { label: Number(label.value) } : {}),
+        k: 8,
+        normalize: normalize.value,
+      });
+      result.replaceChildren(verdict(found.query), answers(found));
+    } catch (error) {
+      result.replaceChildren(failure(error));
+    }
+    send.disabled = false;
+  };
+  const form = h(
+    "form",
+    { class: "panel ask", onsubmit: submit },
+    given.element,
+    h("div", { class: "field-row" }, label && field("Label to explain", label), field("Normalise by", normalize), send),
+  );
+  main.replaceChildren(
+    heading,
+    h(
+      "p",
+      { class: "soft lede" },
+      `Which of the ${count(state.overview.rows)} training examples are responsible for what the model makes of it?`,
+    ),
+    h("div", { class: "ask-grid" }, form, result),
+  );
+  return {};
+}
+
+/** What the model made of what was asked. */
+function verdict(query) {
+  const parts = [];
+  if (hasLabels() && query.prediction !== null && query.prediction !== undefined) {
+    parts.push(
+      "The model predicts ",
+      h("b", {}, labelName(query.prediction)),
+      query.confidence === null || query.confidence === undefined ? "" : ` (${percent(query.confidence)} sure)`,
+    );
+  }
+  if (query.loss !== null && query.loss !== undefined) {
+    parts.push(
+      parts.length ? "; " : "",
+      hasLabels() ? `the loss for ${labelName(query.label)} is ` : "Its loss is ",
+      number(query.loss, "nats"),
+      " nats",
+    );
+  }
+  const shown = query.content && query.content.kind !== "none" ? showContent(query) : "";
+  return h("div", { class: "verdict" }, shown, parts.length ? h("p", {}, parts, ".") : "");
+}
+
+function textInput() {
+  const area = h("textarea", { name: "text", rows: 6, required: true, maxlength: 200000, dir: "auto" });
+  return {
+    element: field("Text", area),
+    read: () => ({ text: area.value }),
+    problem: () => (area.value.trim() ? "" : "Write or paste a text first."),
+  };
+}
+
+function pairInput() {
+  const [text, target] = ["text", "target"].map((name) =>
+    h("textarea", { name, rows: 4, required: true, maxlength: 200000, dir: "auto" }),
+  );
+  return {
+    element: h("div", { class: "ask-pair" }, field("Source", text), field("Target", target)),
+    read: () => ({ text: text.value, target: target.value }),
+    problem: () => (text.value.trim() && target.value.trim() ? "" : "Give both a source and a target."),
+  };
+}
+
+function imageInput() {
+  const input = h("input", {
+    type: "file",
+    class: "hidden",
+    name: "image",
+    id: "image",
+    accept: "image/png,image/jpeg,image/webp",
+    onchange: () => take(input.files[0]),
+  });
+  const preview = h("div", { class: "drop-preview" });
+  const words = h("p", {}, h("b", {}, "Drop an image here"), ", or choose one.");
+  const zone = h(
+    "label",
+    { class: "drop-zone", for: "image" },
+    preview,
+    words,
+    h("p", { class: "soft" }, "PNG, JPEG or WebP, up to 4 MiB."),
+  );
+  let held = null;
+  let problem = "Choose an image first.";
+  const take = async (file) => {
+    held = null;
+    if (!file) return;
+    problem =
+      file.size > MOST_BYTES
+        ? "The image is larger than 4 MiB: choose a smaller one."
+        : /^image\/(png|jpeg|webp)$/.test(file.type)
+          ? ""
+          : "That is no PNG, JPEG or WebP image.";
+    if (problem) {
+      preview.replaceChildren();
+      words.replaceChildren(problem);
+      return;
+    }
+    const address = await readAs(file);
+    held = address.slice(address.indexOf(",") + 1);
+    preview.replaceChildren(showContent({ content: { kind: "image", src: address } }, "small"));
+    words.replaceChildren(file.name);
+  };
+  zone.addEventListener("dragover", (event) => {
+    event.preventDefault();
+    zone.classList.add("over");
+  });
+  zone.addEventListener("dragleave", () => zone.classList.remove("over"));
+  zone.addEventListener("drop", (event) => {
+    event.preventDefault();
+    zone.classList.remove("over");
+    take(event.dataTransfer.files[0]);
+  });
+  return {
+    element: h("div", { class: "drop-holder" }, input, zone),
+    read: () => ({ image: held }),
+    problem: () => problem,
+  };
+}
+
+function readAs(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => resolve(reader.result));
+    reader.addEventListener("error", () => reject(new Error("The file could not be read.")));
+    reader.readAsDataURL(file);
+  });
+}

@@ -1,0 +1,208 @@
+// Decisions: keep, drop or relabel; saved as they are made, undone one act at a time.
+
+import { h, icon } from "./dom.js";
+import { count, plural } from "./numbers.js";
+import { source } from "./source.js";
+import { address, hasLabels, labelName, labels, state } from "./state.js";
+
+const WORDS = { drop: "Drop", keep: "Keep", relabel: "Relabel" };
+const KEYS = { drop: "d", keep: "u", relabel: "r" };
+
+/** Say something in passing, where screen readers hear it too. */
+export function say(text, isError = false) {
+  const toast = h("p", { class: isError ? "toast error" : "toast" }, text);
+  const place = document.getElementById("status");
+  place.replaceChildren(toast);
+  clearTimeout(place.timer);
+  place.timer = setTimeout(() => toast.remove(), isError ? 8000 : 3500);
+}
+
+/** Decide on rows, or on all rows a rule names, and tell everybody. */
+export async function decide(asked) {
+  try {
+    const { changed, counts } = await source.decide(asked);
+    settle(counts);
+    const act = {
+      drop: "to drop",
+      keep: "to keep",
+      relabel: `to relabel as ${labelName(asked.new_label)}`,
+      clear: "undecided again",
+    };
+    say(
+      asked.rows?.length === 1
+        ? `Row ${asked.rows[0]}: ${act[asked.decision]}.`
+        : `${plural(changed, "row")} ${act[asked.decision]}.`,
+    );
+    mark(asked);
+    document.dispatchEvent(new CustomEvent("decided", { detail: asked }));
+  } catch (error) {
+    say(error.message, true);
+  }
+}
+
+/** Take the last act back. */
+export async function undo() {
+  try {
+    const { changed, counts } = await source.undo();
+    settle(counts);
+    say(changed ? `Undone: ${plural(changed, "row")} as before.` : "There is nothing to undo.");
+    document.dispatchEvent(new CustomEvent("decided", { detail: {} }));
+  } catch (error) {
+    say(error.message, true);
+  }
+}
+
+/** Decide on one row; the same decision again takes it back. */
+export async function decideOn(row, decision) {
+  if (decision === "relabel" && !hasLabels()) return;
+  if (row.decision === decision && decision !== "relabel") return decide({ rows: [row.row], decision: "clear" });
+  if (decision !== "relabel") return decide({ rows: [row.row], decision });
+  const label = await chooseLabel(row);
+  if (label !== null) await decide({ rows: [row.row], decision, new_label: label });
+}
+
+/** The decision on a row, in words. */
+export function describedDecision(row) {
+  if (!row.decision) return "";
+  return row.decision === "relabel"
+    ? `to relabel as ${labelName(row.new_label ?? row.prediction)}`
+    : `to ${row.decision}`;
+}
+
+/** Three buttons, one pressed if decided. */
+export function decisionButtons(row, tabindex = 0, isLarge = false) {
+  const choices = Object.keys(WORDS).filter((word) => word !== "relabel" || hasLabels());
+  const buttons = choices.map((word) =>
+    h(
+      "button",
+      {
+        type: "button",
+        tabindex,
+        class: `decision ${word}`,
+        "data-word": word,
+        "aria-pressed": String(row.decision === word),
+        "aria-label": isLarge ? null : `${WORDS[word]} row ${row.row}`,
+        title: `${WORDS[word]} (${KEYS[word]})`,
+        onclick: (event) => {
+          event.preventDefault();
+          decideOn(row, word);
+        },
+      },
+      icon(word),
+      isLarge && h("span", {}, WORDS[word]),
+      isLarge && h("kbd", {}, KEYS[word]),
+    ),
+  );
+  return h(
+    "div",
+    {
+      class: `decisions ${isLarge ? "large" : ""}`,
+      role: "group",
+      "aria-label": `Decide on row ${row.row}`,
+      "data-decides": row.row,
+    },
+    buttons,
+  );
+}
+
+function mark({ rows, decision, new_label: label }) {
+  for (const row of rows ?? []) {
+    for (const group of document.querySelectorAll(`[data-decides="${row}"]`)) {
+      for (const button of group.children)
+        button.setAttribute("aria-pressed", String(button.dataset.word === decision));
+    }
+    for (const card of document.querySelectorAll(`[data-row="${row}"]`)) {
+      card.dataset.decision = decision === "clear" ? "" : decision;
+      if (label !== undefined) card.dataset.newLabel = label ?? "";
+    }
+  }
+}
+
+function settle(counts) {
+  state.overview.decisions = counts;
+  drawBar();
+}
+
+/** Draw the bar at the bottom: counts, undo, and what can be saved. */
+export function drawBar() {
+  const bar = document.getElementById("bar");
+  const counts = state.overview.decisions;
+  const chosen = Object.keys(WORDS).filter((word) => word !== "relabel" || hasLabels());
+  const total = chosen.reduce((sum, word) => sum + (counts[word] ?? 0), 0);
+  const isOpen = bar.querySelector("details")?.open ?? false;
+  const links = chosen.map((word) =>
+    h(
+      "a",
+      { class: `tally ${word}`, href: address("examples", { decision: word }) },
+      icon(word),
+      h("b", {}, count(counts[word] ?? 0)),
+      h("span", {}, ` to ${word}`),
+    ),
+  );
+  const saves = source
+    .exports()
+    .map(({ name, href, act }) =>
+      href
+        ? h("a", { class: "menu-item", href, download: "" }, name)
+        : h("button", { type: "button", class: "menu-item", onclick: act }, name),
+    );
+  const note = source.isLive ? "Saved in the run as you go." : "Held in this page only: export before you close it.";
+  bar.replaceChildren(
+    h("div", { class: "tallies" }, links),
+    h("p", { class: "bar-note" }, total ? note : "Nothing decided yet."),
+    h(
+      "button",
+      { type: "button", class: "quiet", onclick: undo, title: "Undo (z)" },
+      icon("undo"),
+      h("span", {}, "Undo"),
+    ),
+    h(
+      "details",
+      { class: "menu", open: isOpen },
+      h("summary", { class: "button" }, icon("save"), h("span", {}, "Export")),
+      h("div", { class: "menu-list" }, saves),
+    ),
+  );
+}
+
+/** Ask which class a row should have; null if nothing is chosen. */
+function chooseLabel(row) {
+  return new Promise((resolve) => {
+    const suggested = row.new_label ?? (row.prediction !== row.label ? row.prediction : null) ?? row.label;
+    const choice = h(
+      "select",
+      { name: "label", autofocus: true },
+      labels().map(([label, name]) =>
+        h(
+          "option",
+          { value: label, selected: label === suggested },
+          name === String(label) ? name : `${label} · ${name}`,
+        ),
+      ),
+    );
+    const form = h(
+      "form",
+      { method: "dialog" },
+      h("h2", {}, `Relabel row ${row.row}`),
+      h(
+        "p",
+        { class: "soft" },
+        `Its label is ${labelName(row.label)}${row.prediction === null ? "" : `; the model predicts ${labelName(row.prediction)}`}.`,
+      ),
+      h("label", { class: "field" }, h("span", { class: "field-name" }, "New label"), choice),
+      h(
+        "div",
+        { class: "actions" },
+        h("button", { type: "button", class: "quiet", onclick: () => dialog.close("") }, "Cancel"),
+        h("button", { class: "primary", value: "yes" }, "Relabel"),
+      ),
+    );
+    const dialog = h("dialog", { class: "dialog", "aria-label": `Relabel row ${row.row}` }, form);
+    dialog.addEventListener("close", () => {
+      dialog.remove();
+      resolve(dialog.returnValue === "yes" ? Number(choice.value) : null);
+    });
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+}

@@ -1,0 +1,82 @@
+// Where all data comes from: the server, or what a report carries inside itself. The views never know which.
+
+import { Embedded } from "./embedded.js";
+
+/** Answers from the server that sent the page. */
+class Server {
+  isLive = true;
+
+  overview() {
+    return get("api/overview");
+  }
+  histogram(column) {
+    return get("api/histogram", { column });
+  }
+  groups(column) {
+    return get(`api/groups/${encodeURIComponent(column)}`);
+  }
+  examples(asked, signal) {
+    return get("api/examples", asked, signal);
+  }
+  example(row, signal) {
+    return get(`api/examples/${row}`, {}, signal);
+  }
+  explain(row, asked, signal) {
+    return get(`api/explain/${row}`, asked, signal);
+  }
+  ask(asked) {
+    return post("api/ask", asked);
+  }
+  decide(asked) {
+    return post("api/decisions", asked);
+  }
+  undo() {
+    return post("api/undo", {});
+  }
+
+  /** What decisions can be saved as: words, and an address or something to do. */
+  exports() {
+    return [
+      ["Parquet", "parquet"],
+      ["CSV", "csv"],
+      ["Row numbers to keep", "rows"],
+    ].map(([name, format]) => ({ name, href: `api/export?format=${format}` }));
+  }
+}
+
+async function get(path, asked = {}, signal = undefined) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(asked)) {
+    for (const one of Array.isArray(value) ? value : [value]) {
+      if (one !== null && one !== undefined && one !== "") query.append(name, one);
+    }
+  }
+  const words = query.toString();
+  return answer(fetch(words ? `${path}?${words}` : path, { signal, headers: { Accept: "application/json" } }));
+}
+
+async function post(path, body) {
+  const token = document.querySelector('meta[name="token"]')?.content ?? "";
+  const headers = { "Content-Type": "application/json", "X-Token": token };
+  return answer(fetch(path, { method: "POST", headers, body: JSON.stringify(body) }));
+}
+
+async function answer(asking) {
+  let reply;
+  try {
+    reply = await asking;
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error("The server does not answer. Is eigentrace serve still running?");
+  }
+  const body = await reply.json().catch(() => ({}));
+  if (!reply.ok) throw new Error(body.error ?? `The server answered ${reply.status} ${reply.statusText}.`);
+  return body;
+}
+
+function made() {
+  const held = document.getElementById("embedded");
+  return held ? new Embedded(JSON.parse(held.textContent)) : new Server();
+}
+
+export const source = made();

@@ -1,0 +1,175 @@
+// A histogram with a threshold that can be dragged, or moved by keys, and what to do with the rows beyond it.
+
+import { drawn, histogram } from "./charts.js";
+import { decide } from "./decide.js";
+import { h, later } from "./dom.js";
+import { count, percent, short, title, words } from "./numbers.js";
+import { source } from "./source.js";
+import { address, state } from "./state.js";
+
+/** Build the chart and its controls. Returns {element, stop}. */
+export function threshold(held) {
+  const place = h("div", { class: "chart threshold-chart" });
+  const said = h("p", { class: "threshold-words", "aria-live": "polite" });
+  const grip = h(
+    "div",
+    {
+      class: "grip",
+      role: "slider",
+      tabindex: "0",
+      "aria-orientation": "horizontal",
+      "aria-label": `Threshold on ${words(held.column)}`,
+    },
+    h("span", { class: "grip-value", "aria-hidden": "true" }),
+  );
+  const show = h("a", { class: "button" }, "Show these");
+  const drop = h(
+    "button",
+    {
+      type: "button",
+      class: "warn",
+      onclick: () => decide({ rule: { by: held.column, above: value }, decision: "drop" }),
+    },
+    "Mark all as drop",
+  );
+  const total = held.counts.reduce((sum, number) => sum + number, 0);
+  let value = state.thresholds[held.column] ?? startingPoint(held, total);
+  let chart = null;
+
+  const exactly = later(200, async (asked) => {
+    const found = await source.examples({ sort: held.column, above: asked, limit: 1 }).catch(() => null);
+    if (found && asked === value) tell(source.isLive ? found.total : estimate(held, value), source.isLive, found.total);
+  });
+  const tell = (beyond, isExact, held = null) => {
+    said.replaceChildren(
+      h("b", {}, `${isExact ? "" : "about "}${count(beyond)}`),
+      ` of ${count(total)} rows (${percent(beyond / Math.max(1, total))}) lie beyond `,
+      h("b", { title: value }, short(value)),
+      source.isLive || held === null ? "." : `; ${count(held)} of them are in this report.`,
+    );
+    grip.setAttribute("aria-valuetext", `${short(value)}, ${count(beyond)} rows beyond`);
+    drop.disabled = isExact && beyond === 0;
+  };
+  const move = (x) => {
+    value = Number(chart.value(x).toPrecision(6));
+    settle();
+  };
+  const settle = () => {
+    const x = chart.at(value);
+    chart.cut(x);
+    grip.style.left = `${x}px`;
+    grip.classList.toggle("flip", x > (chart.left + chart.right) / 2);
+    grip.firstChild.textContent = short(value);
+    grip.setAttribute("aria-valuenow", String(Math.round((100 * (x - chart.left)) / (chart.right - chart.left))));
+    state.thresholds[held.column] = value;
+    show.href = address("examples", { sort: held.column, above: value });
+    tell(estimate(held, value), false);
+    exactly(value);
+  };
+  // Its place along the axis, in percent: the value itself may have an exponent, which ARIA does not know.
+  grip.setAttribute("aria-valuemin", "0");
+  grip.setAttribute("aria-valuemax", "100");
+  listen(grip, place, () => chart, move);
+  const stop = drawn(place, (width) => {
+    chart = histogram(held, words(held.column), width);
+    settle();
+    return [chart.picture, grip];
+  });
+  const actions = h("div", { class: "actions" }, show, drop);
+  return { element: h("div", {}, place, h("div", { class: "threshold-row" }, said, actions)), stop };
+}
+
+function listen(grip, place, chart, move) {
+  const xOf = (event) => event.clientX - place.getBoundingClientRect().left;
+  place.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0 || !chart()) return;
+    event.preventDefault();
+    grip.focus({ preventScroll: true });
+    place.setPointerCapture(event.pointerId);
+    move(xOf(event));
+  });
+  place.addEventListener("pointermove", (event) => {
+    if (place.hasPointerCapture(event.pointerId)) move(xOf(event));
+  });
+  grip.addEventListener("keydown", (event) => {
+    const { left, right } = chart();
+    const span = right - left;
+    const steps = {
+      ArrowLeft: -0.01,
+      ArrowDown: -0.01,
+      ArrowRight: 0.01,
+      ArrowUp: 0.01,
+      PageDown: -0.1,
+      PageUp: 0.1,
+      Home: -1,
+      End: 1,
+    };
+    if (!(event.key in steps) || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    event.stopPropagation();
+    move(Number.parseFloat(grip.style.left) + steps[event.key] * span);
+  });
+}
+
+/** Where the highest twentieth of the rows begins. */
+function startingPoint({ edges, counts }, total) {
+  let beyond = 0;
+  for (let index = counts.length - 1; index >= 0; index -= 1) {
+    beyond += counts[index];
+    if (beyond >= 0.05 * total) return Number(edges[index].toPrecision(6));
+  }
+  return edges[0];
+}
+
+/** About how many rows lie beyond a value, by the bins alone. */
+function estimate({ edges, counts, log }, value) {
+  const isLog = log && edges[0] > 0;
+  const place = (x) => (isLog ? Math.log(x) : x);
+  return Math.round(
+    counts.reduce((sum, number, index) => {
+      const [low, high] = [place(edges[index]), place(edges[index + 1])];
+      return sum + number * Math.max(0, Math.min(1, (high - place(value)) / (high - low || 1)));
+    }, 0),
+  );
+}
+
+/** The card with the histogram, and a choice of its column. */
+export function thresholdCard(stops) {
+  const columns = state.overview.columns.filter((column) => column.kind === "number").map((column) => column.name);
+  const holder = h("div", {});
+  const fill = (held) => {
+    if (!held.counts.length) {
+      holder.replaceChildren(h("p", { class: "soft" }, "No row has a value."));
+      return;
+    }
+    const made = threshold(held);
+    stops.push(made.stop);
+    holder.replaceChildren(made.element);
+  };
+  const choose = (name) =>
+    source.histogram(name).then(fill, (error) => holder.replaceChildren(h("p", { class: "soft" }, error.message)));
+  fill(state.overview.histogram);
+  const choice = h(
+    "select",
+    { "aria-label": "Column of the histogram", onchange: (event) => choose(event.target.value) },
+    columns.map((name) =>
+      h("option", { value: name, selected: name === state.overview.histogram.column }, title(name)),
+    ),
+  );
+  return h(
+    "section",
+    { class: "panel wide", "aria-labelledby": "threshold-title" },
+    h(
+      "header",
+      { class: "panel-head" },
+      h(
+        "div",
+        {},
+        h("h2", { id: "threshold-title" }, "Which rows stand out"),
+        h("p", { class: "soft" }, "High self-influence: outliers, wrong labels, memorised examples. Drag the line."),
+      ),
+      choice,
+    ),
+    holder,
+  );
+}

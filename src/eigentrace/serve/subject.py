@@ -1,0 +1,193 @@
+"""The run behind a page: its numbers at once, its examples and its model when somebody asks for them."""
+
+import json
+from functools import cached_property
+from pathlib import Path
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eigentrace.errors import EigentraceError, InputError, UnsupportedError
+from eigentrace.serve.columns import Columns
+
+if TYPE_CHECKING:  # these load torch, which takes seconds: a page should be there before
+    from eigentrace.inputs import Inputs
+    from eigentrace.run import Run
+    from eigentrace.shown import Show
+
+# What the examples of a folder look like, by task: known before any of them is opened.
+_KINDS = {"seq2seq": "pair", "text-classification": "text", "image-classification": "image", "causal-lm": "text"}
+# δ that chooses itself does not fall below this share of the largest eigenvalue.
+_DELTA_FLOOR = 1e-4
+
+
+class Subject:
+    """A run, and whatever else a page about it needs; everything slow is made once, when it is first used.
+
+    Args:
+        run: A run's directory, or a run that is open.
+        show: What its examples look like; found out by what the run was made from if not given.
+        inputs: The model and the data, where they are at hand.
+        with_model: Load the model and open the data when they are first needed.
+    """
+
+    def __init__(
+        self,
+        run: "str | Path | Run",
+        show: "Show | None" = None,
+        inputs: "Inputs | None" = None,
+        with_model: bool = False,
+    ) -> None:
+        is_path = isinstance(run, str | Path)
+        self.path = Path(run) if is_path else run.path  # type: ignore[arg-type,union-attr]
+        self._run: Run | None = None if is_path else run  # type: ignore[assignment]
+        # Three locks: what is quick must not wait for what is slow.
+        self._opening, self._looking, self._loading = RLock(), RLock(), RLock()
+        self._show, self._inputs = show, inputs
+        self._is_shown = show is not None
+        self.with_model, self.trouble = with_model, ""
+        self.columns = Columns(self.path, int(self.manifest["data"]["rows"]))
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """What was scored, with what, and how."""
+        try:
+            found = json.loads((self.path / "manifest.json").read_text())
+            if (found["kind"], found["format"]) == ("run", 1):
+                return found
+        except (OSError, ValueError, LookupError, TypeError):
+            pass
+        return self.run.manifest  # which says what is wrong
+
+    @property
+    def run(self) -> "Run":
+        """The run, opened."""
+        with self._opening:
+            if self._run is None:
+                from eigentrace.run import open_run
+
+                self._run = open_run(self.path)
+            return self._run
+
+    @cached_property
+    def request(self) -> dict[str, Any] | None:
+        """What the run was made from, if that is known."""
+        how = self.manifest.get("how")
+        if isinstance(how, dict) and "input" in how:
+            return how
+        try:
+            found = json.loads((self.path / "request.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) and "input" in found else None
+
+    @property
+    def show(self) -> "Show | None":
+        """What the examples look like; None where nobody can tell, and `trouble` then says why."""
+        with self._looking:
+            if not self._is_shown:
+                self._is_shown = True
+                try:
+                    self._show = self._found()
+                except (EigentraceError, OSError) as error:
+                    self.trouble = f"The examples cannot be shown: {error}"
+            return self._show
+
+    def _found(self) -> "Show | None":
+        if self.request is None:
+            return None
+        from eigentrace.inputs import show_of
+
+        if "function" in self.request["input"]:
+            return show_of(self.request, self.path, self.inputs)
+        return show_of(self.request, self.path, self._inputs)
+
+    @property
+    def kind(self) -> str:
+        """What the examples are; "none" if nobody can tell."""
+        asked = (self.request or {}).get("input", {})
+        if not self._is_shown and asked.get("task") in _KINDS:
+            return "pair" if asked.get("text_pair") else _KINDS[asked["task"]]
+        return "none" if self.show is None else self.show.kind
+
+    @property
+    def classes(self) -> list[str] | None:
+        """Names of the classes, if they are known."""
+        named = (self.request or {}).get("classes")
+        if named is None and self._is_shown and self._show is not None:
+            named = self._show.classes
+        return None if named is None else list(named)
+
+    @property
+    def live(self) -> bool:
+        """Tell whether new examples can be asked about."""
+        return self._inputs is not None or (self.with_model and self.request is not None)
+
+    @property
+    def inputs(self) -> "Inputs":
+        """The model and the data, loaded."""
+        with self._loading:
+            if self._inputs is None:
+                if self.request is None:
+                    raise UnsupportedError(
+                        "This run does not say which model and data it was made from, so new examples cannot be asked "
+                        "about here. Ask in Python: eigentrace.open_run(path, task, data).explain(queries)."
+                    )
+                from eigentrace.inputs import make_inputs
+
+                self._inputs = make_inputs(self.request, self.path)
+            return self._inputs
+
+    def attached(self) -> "Run":
+        """Return the run with its model and data at hand."""
+        with self._loading:
+            if self.run.fitted is None or self.run.data is None:
+                self._run = self.run.attached(self.inputs.task, self.inputs.data)
+            return self.run
+
+    def warm_up(self) -> None:
+        """Load what the next questions need, so that they need not wait for it."""
+        try:
+            _ = self.run, self.show
+            if self.live:
+                self.attached()
+        except (EigentraceError, OSError) as error:
+            self.trouble = str(error)
+
+    @cached_property
+    def eigenvalues(self) -> np.ndarray:  # (M,)
+        """Those of the curvature, the largest in size first; none where the method has none."""
+        path = self.path / "fit" / "eigenpairs.safetensors"
+        if not path.exists():
+            return np.empty(0)
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "np") as file:
+                found = np.asarray(file.get_tensor("eigenvalues"), dtype=np.float64)
+        except SafetensorError as error:
+            raise InputError(f"{path} cannot be read ({error}). `eigentrace check` says what is damaged.") from None
+        return found[np.argsort(-np.abs(found), kind="stable")]
+
+    @property
+    def delta(self) -> float | None:
+        """δ, the curvature of all directions that were not kept; None without a tail."""
+        cut = self.manifest["method"].get("cut") or {}
+        given = cut.get("delta") if cut.get("tail") == "shaped" else cut.get("tail")
+        if cut.get("tail") is None or not len(self.eigenvalues):
+            return None
+        if isinstance(given, int | float):
+            return float(given)
+        kept = np.abs(self.eigenvalues[: cut["keep"]])
+        return float(max(kept[-1], _DELTA_FLOOR * kept[0]))
+
+    @property
+    def reliability(self) -> float | None:
+        """The agreement in rank of two fits on halves of the sample, if it was measured."""
+        try:
+            found = json.loads((self.path / "fit" / "manifest.json").read_text())
+        except (OSError, ValueError):
+            return None
+        agreement = found.get("agreement") if isinstance(found, dict) else None
+        return agreement.get("self_influence") if isinstance(agreement, dict) else None

@@ -1,0 +1,247 @@
+// Chromium on real servers: starts both, and notes whatever a page must not do.
+
+import assert from "node:assert/strict";
+import { spawn } from "node:child_process";
+import { once } from "node:events";
+import { readFileSync } from "node:fs";
+import { createRequire } from "node:module";
+import { join } from "node:path";
+import { createInterface } from "node:readline";
+import { pathToFileURL } from "node:url";
+import { chromium } from "playwright-core";
+
+const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+const PATIENCE = 20_000;
+const FLAGS = [
+  "--no-sandbox",
+  "--disable-gpu",
+  "--disable-quic",
+  "--no-first-run",
+  "--disable-background-networking",
+  "--disable-component-update",
+  "--disable-sync",
+];
+const BOTH = [1280, 400].flatMap((width) => ["light", "dark"].map((colours) => ({ width, colours })));
+
+/** `eigentrace serve` in a process of its own. */
+export class Server {
+  /** Start one; with a port it takes the place of one that has ended. */
+  static async start({ python, run }, options = [], port = 0) {
+    const command = ["-c", "from eigentrace.cli import main; main()", "serve", run, "--json", "--port", String(port)];
+    const child = spawn(python, [...command, ...options], { stdio: ["ignore", "pipe", "inherit"] });
+    const lines = createInterface({ input: child.stdout });
+    const first = await Promise.race([once(lines, "line"), once(child, "exit")]);
+    assert.equal(typeof first[0], "string", `the server ended with ${first[0]} before it began`);
+    return new Server(child, JSON.parse(first[0]).url);
+  }
+
+  constructor(child, url) {
+    Object.assign(this, { child, url, port: Number(new URL(url).port) });
+  }
+
+  /** kill -9, which leaves it no moment to put anything in order. */
+  async kill() {
+    const ended = once(this.child, "exit");
+    if (this.child.exitCode === null && this.child.kill("SIGKILL")) await ended;
+  }
+}
+
+/** Do all scenarios one after the other, each in a browser window of its own; print what came of them as JSON. */
+export async function tour(scenarios, prepare) {
+  const config = JSON.parse(readFileSync(process.argv[2], "utf8"));
+  const world = { ...config, troubles: [], results: {} };
+  const browser = await chromium.launch({ executablePath: config.chromium, args: FLAGS });
+  try {
+    await prepare(world);
+    for (const [name, act] of Object.entries(scenarios)) {
+      if (config.only && !config.only.includes(name)) continue;
+      world.results[name] = await attempt(browser, world, name, act);
+    }
+  } finally {
+    await browser.close();
+    await world.server?.kill();
+  }
+  console.log(JSON.stringify({ ...world.results, ...world.kept }));
+}
+
+async function attempt(browser, world, name, act) {
+  const context = await browser.newContext({ viewport: { width: 1280, height: 800 }, reducedMotion: "reduce" });
+  context.setDefaultTimeout(PATIENCE);
+  const window = { name, world, awaited: [] };
+  await watch(context, window);
+  const page = await context.newPage();
+  try {
+    await act({ page, world, window });
+    return { ok: true, detail: "" };
+  } catch (error) {
+    await page.screenshot({ path: join(world.out, `${name}.png`) }).catch(() => {});
+    return { ok: false, detail: String(error.stack ?? error) };
+  } finally {
+    await context.close();
+  }
+}
+
+/** Note errors, broken policies, dialogs and requests that leave the server. Scenarios name the errors they provoke. */
+async function watch(context, window) {
+  const { world, name } = window;
+  const note = (words) => {
+    if (!window.awaited.some((part) => words.includes(part))) world.troubles.push(`${name}: ${words}`);
+  };
+  window.note = note;
+  await context.addInitScript(() => {
+    addEventListener("securitypolicyviolation", (event) =>
+      console.error(`policy: ${event.violatedDirective} ${event.blockedURI}`),
+    );
+  });
+  context.on("console", (message) => {
+    if (["error", "warning"].includes(message.type())) note(`${message.text()} (${message.location().url})`);
+  });
+  context.on("weberror", (error) => note(String(error.error())));
+  context.on("dialog", (dialog) => {
+    note(`a dialog opened: ${dialog.message()}`);
+    dialog.dismiss();
+  });
+  context.on("request", (request) => {
+    const url = new URL(request.url());
+    const isOwn = url.origin === new URL(world.server.url).origin;
+    const isReport = world.report && request.url().startsWith(pathToFileURL(world.report).href);
+    if (!isOwn && !isReport && !["data:", "blob:"].includes(url.protocol)) note(`asked for ${request.url()}`);
+  });
+  context.on("requestfailed", (request) => {
+    const why = request.failure()?.errorText;
+    if (why !== "net::ERR_ABORTED") note(`${request.url()} failed: ${why}`);
+  });
+}
+
+/** Open a view and wait until it is there. */
+export async function open(page, world, view = "overview") {
+  await page.goto(`${world.server.url}#/${view}`);
+  await page.getByRole("heading", { level: 1 }).waitFor();
+}
+
+/** Read something again and again until it is as it should be, and say what it was if it never is. */
+export async function until(read, isRight, words) {
+  const end = Date.now() + PATIENCE;
+  for (;;) {
+    const found = await read();
+    if (isRight(found)) return found;
+    if (Date.now() > end) assert.fail(`${words}: ${JSON.stringify(found)}`);
+    await new Promise((resolve) => setTimeout(resolve, 40));
+  }
+}
+
+/** Wait until something reads like this. */
+export function reads(read, wanted, words) {
+  return until(read, (found) => found === wanted, `${words} should become ${JSON.stringify(wanted)}, and is`);
+}
+
+/** The number of a text like "1,234 of 2,000 examples". */
+export function leading(text) {
+  return Number(/^(?:about )?([\d,]+)/.exec(text.trim())?.[1].replaceAll(",", "") ?? NaN);
+}
+
+/** How many examples the list says it has. */
+export async function listed(page) {
+  return leading(await page.getByRole("main").getByRole("status").filter({ hasText: "of" }).first().innerText());
+}
+
+/** Cards of the list that are in the document, in their order. */
+export function cards(page) {
+  return page.getByRole("list", { name: "Examples" }).getByRole("listitem");
+}
+
+/** Row numbers of those. */
+export function rowsOf(page) {
+  return cards(page)
+    .getByRole("link")
+    .evaluateAll((links) => links.map((link) => Number(/^row (\d+)/.exec(link.ariaLabel)[1])));
+}
+
+/** Wait until the list holds exactly so many examples, and begins with these rows. */
+export async function lists(page, rows, total = rows.length) {
+  const first = rows.slice(0, 12);
+  const read = async () => ({ total: await listed(page).catch(() => null), rows: (await rowsOf(page)).slice(0, 12) });
+  const wanted = JSON.stringify({ total, rows: first });
+  await until(read, (found) => JSON.stringify(found) === wanted, `the list should be ${wanted}, and is`);
+}
+
+/** One side of an answer: [row, score] each, with all digits of the score. */
+export function sideOf(page, name) {
+  return page
+    .getByRole("region", { name })
+    .getByRole("listitem")
+    .evaluateAll((items) =>
+      items.map((item) => [
+        Number(/row (\d+)/.exec(item.querySelector("a").ariaLabel)[1]),
+        Number.parseFloat(item.querySelector("[title$=nats], [title$=cosine]").title),
+      ]),
+    );
+}
+
+/** Wait until both sides of an answer are the ones that Python gives. */
+export async function answered(page, wanted) {
+  for (const [name, side] of [
+    ["Proponents", wanted.proponents],
+    ["Opponents", wanted.opponents],
+  ]) {
+    const isRight = (found) =>
+      found.length === side.length &&
+      found.every(([row, score], at) => row === side[at][0] && Math.abs(score - side[at][1]) <= 2e-3 * Math.abs(score));
+    await until(() => sideOf(page, name), isRight, `${name} should be ${JSON.stringify(side)}, and are`);
+  }
+}
+
+/** Counts of the bar at the bottom: {drop, keep, relabel}. */
+export async function tallies(page) {
+  const words = await page.getByRole("contentinfo").getByRole("link").allInnerTexts();
+  return Object.fromEntries(words.map((text) => [/to (\w+)/.exec(text)[1], leading(text)]));
+}
+
+/** Wait until the bar says so. */
+export function decided(page, wanted) {
+  const isRight = (found) => Object.entries(wanted).every(([word, number]) => found[word] === number);
+  return until(() => tallies(page), isRight, `the bar should say ${JSON.stringify(wanted)}, and says`);
+}
+
+/** Press the key of a decision and wait until it is told. */
+export async function press(page, key, words) {
+  await page.keyboard.press(key);
+  const told = page.locator("#status");
+  await until(() => told.innerText(), (text) => text.includes(words), `after ${key} the page should say "${words}", and says`);
+}
+
+/** Save through the menu at the bottom. */
+export async function save(page, world, name) {
+  const bar = page.getByRole("contentinfo");
+  await bar.getByText("Export", { exact: true }).click();
+  const [download] = await Promise.all([
+    page.waitForEvent("download"),
+    bar.getByText(name, { exact: true }).click(),
+  ]);
+  const path = join(world.out, download.suggestedFilename());
+  await download.saveAs(path);
+  return path;
+}
+
+/** Let axe-core look at a page in both widths and colours; nothing may stick out sideways either. */
+export async function accessible(page, go, widths = BOTH) {
+  const found = [];
+  for (const { width, colours } of widths) {
+    await page.setViewportSize({ width, height: 800 });
+    await page.emulateMedia({ colorScheme: colours, reducedMotion: "reduce" });
+    await go();
+    await page.evaluate(`globalThis.axe || (() => { ${AXE} })()`);
+    const { violations } = await page.evaluate(() => globalThis.axe.run(document, { resultTypes: ["violations"] }));
+    const bad = violations.filter(({ impact }) => ["serious", "critical"].includes(impact));
+    for (const { id, help, nodes } of bad)
+      found.push(`${width} ${colours}: ${id} (${help}): ${nodes.slice(0, 3).map((node) => node.html.slice(0, 160)).join(" | ")}`);
+    const over = await page.evaluate(() => document.documentElement.scrollWidth - document.documentElement.clientWidth);
+    if (over > 0) found.push(`${width} ${colours}: the page is ${over} pixels too wide`);
+  }
+  assert.deepEqual(found, []);
+}
+
+/** No scenario so far may have caused trouble. */
+export function quiet(world) {
+  assert.deepEqual(world.troubles, []);
+}

@@ -1,0 +1,123 @@
+"""Small runs to look at: digits as images, and pairs of sentences some of which are hostile to a page."""
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import eigentrace as et
+import make_folders
+from eigentrace.demo.digits import load_digits, relabel
+from eigentrace.demo.inputs import CLASSES, new_digits
+from eigentrace.errors import ConvergenceWarning
+from eigentrace.inputs import Inputs, from_config, make_inputs
+from eigentrace.shown import Tensors
+
+DIGITS = 200
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "</textarea><img src=x onerror=alert(1)>",
+    "</script><script>window.owned = true</script>",
+    '"><svg onload=alert(1)> \' " & &lt;b&gt;',
+    "javascript:alert(1) {{constructor.constructor('alert(1)')()}} ${alert(1)}",
+    "a\u202egnp.txt \ufffd line\u2028break",
+)
+"""Texts that must be shown as they are, and do nothing."""
+SOURCES = ("web", "books", "<b>forum</b>")
+
+
+def digit_run(folder: Path) -> Path:
+    """Train a tiny network on 200 digits, 40 of them mislabeled, score them, and return the run's directory.
+
+    It has ids, the columns `corrupted`, `true_label` and `scanner`, and a request that can be moved with it.
+    """
+    run = folder / "run"
+    run.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    digits = load_digits()
+    images, labels = digits.train_images[:DIGITS], relabel(digits.train_labels[:DIGITS], 0.2, 10, generator).labels
+    model = _network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    asked = {"function": f"{Path(__file__).resolve()}:tiny_digits", "args": {"folder": "{run}"}}
+    _score(run, {"input": asked, "fit": {}, "score": {}}, CLASSES, {**weights, "given_labels": labels})
+    return run
+
+
+def tiny_digits(folder: str) -> Inputs:
+    """Make task and data of `digit_run` again."""
+    kept = load_file(Path(folder) / "network.safetensors")
+    labels = kept.pop("given_labels")
+    model = _network()
+    model.load_state_dict(kept)
+    digits = load_digits()
+    images, true_labels = digits.train_images[:DIGITS], digits.train_labels[:DIGITS]
+    ids = [f"digit-{row:03}" for row in range(DIGITS)]
+    columns = {
+        "corrupted": (labels != true_labels).numpy(),
+        "true_label": true_labels.numpy(),
+        "scanner": np.where(np.arange(DIGITS) % 3 == 0, "old", "new"),
+    }
+    return Inputs(
+        et.classification(model.eval()),
+        et.Data(TensorDataset(images, labels), batch_size=50, ids=ids),
+        pa.table(columns),
+        show=Tensors(images, classes=CLASSES),
+        read=new_digits,
+    )
+
+
+def pair_run(folder: Path) -> Path:
+    """Score pairs of sentences by a tiny encoder-decoder, and return the run's directory.
+
+    The first rows hold the hostile texts, on either side in turn, and hostile ids; the last text has 3,000 letters.
+    Beside the texts the TSV file has the columns `id` and `source`.
+    """
+    run = folder / "run"
+    run.mkdir(parents=True)
+    make_folders.t5(folder / "model")
+    texts, targets = make_folders.sentences(50), make_folders.sentences(50, seed=1)
+    for row, words in enumerate(HOSTILE):
+        (texts if row % 2 == 0 else targets)[row] = words
+    texts[10] = 'two lines\nof one text, with a\ttab and "quotes"'
+    texts[11] = "ÜBER große Bäume 日本語 עברית 🐈"
+    texts[-1] = "begin " + "the_cat_sat_" * 250 + " end"  # three words to the tokenizer
+    ids = [f"<i>{row}</i>" if row < 3 else f"pair-{row}" for row in range(len(texts))]
+    table = pa.table({"id": ids, "text": texts, "target": targets, "source": [SOURCES[row % 3] for row in range(50)]})
+    pa.csv.write_csv(table, folder / "pairs.tsv", pa.csv.WriteOptions(delimiter="\t"))
+    asked = {"model": str(folder / "model"), "dataset": str(folder / "pairs.tsv"), "task": "seq2seq", "id": "id"}
+    _score(run, from_config(None, {"input": asked | {"device": "cpu"}}), None)
+    return run
+
+
+def _network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AvgPool2d(4), nn.Flatten(), nn.Linear(4 * 7 * 7, 10)
+    )
+
+
+def _score(run: Path, how: dict, classes: tuple[str, ...] | None, network: dict | None = None) -> None:
+    (run / "request.json").write_text(json.dumps(how))
+    kept = run.parent / "network.safetensors"  # beside the run until it is scored: a run begins in a bare directory
+    if network is not None:
+        save_file(network, kept)
+    inputs = make_inputs(how, run.parent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        fitted = et.Arnoldi(steps=12, keep=6).fit(inputs.task, inputs.data)
+    columns = inputs.columns.select([name for name in inputs.columns.column_names if name != "id"])
+    et.score(fitted, inputs.data, run, columns=columns, how=how | {"classes": classes and list(classes)})
+    if network is not None:
+        kept.rename(run / kept.name)

@@ -1,0 +1,61 @@
+"""A server on a run: inside the test, or as a process of its own that can be killed."""
+
+import http.client
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+from fastapi.testclient import TestClient
+
+from eigentrace.serve.app import make_app
+
+TOKEN = "a-token-for-tests-only"
+HEADERS = {"X-Token": TOKEN}
+STARTING = (
+    "import sys; from eigentrace.serve.launch import serve; "
+    "serve(sys.argv[1], port=0, token=sys.argv[2], on_start=lambda place: print(place.url, flush=True))"
+)
+
+
+def client(run, **options):
+    """Ask an application without a network in between."""
+    return TestClient(make_app(run, token=TOKEN, hosts=["testserver"], **options))
+
+
+class Started:
+    """A real server, asked by a real connection."""
+
+    def __init__(self, process, url):
+        self.process, self.place = process, urlsplit(url)
+
+    def ask(self, method, path, body=None, **headers):
+        """Return the status and the answer."""
+        connection = http.client.HTTPConnection(self.place.hostname, self.place.port, timeout=60)
+        try:
+            given = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, None if body is None else json.dumps(body), given)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    def decide(self, rows, decision="drop"):
+        return self.ask("POST", "/api/decisions", {"rows": rows, "decision": decision}, **HEADERS)
+
+    def counts(self):
+        return self.ask("GET", "/api/decisions")[1]["counts"]
+
+
+@contextmanager
+def started(run):
+    """Start `eigentrace.serve.launch.serve` in a process of its own; it is killed in the end."""
+    command = [sys.executable, "-c", STARTING, str(run), TOKEN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = process.stdout.readline().strip()
+            assert url, process.stderr.read()
+            yield Started(process, url)
+        finally:
+            process.kill()
