@@ -6,6 +6,8 @@ import {
   answered,
   cards,
   decided,
+  expected,
+  field,
   leading,
   listed,
   lists,
@@ -23,15 +25,6 @@ import {
 } from "./driving.mjs";
 import { reported } from "./report.mjs";
 
-/** Rows that fit, ordered by a column; the number of the row decides between equals. */
-function expected(world, isIn = () => true, column = "self_influence", sign = -1) {
-  return world.rows
-    .filter(isIn)
-    .sort((a, b) => sign * (a[column] - b[column]) || a.row - b.row)
-    .map(({ row }) => row);
-}
-
-const field = (page, name) => page.getByRole("search").getByLabel(name, { exact: true });
 const beyond = (page) => page.getByText(/lie beyond/);
 const slider = (page) => page.getByRole("slider", { name: "Threshold on self-influence" });
 
@@ -487,11 +480,9 @@ const scenarios = {
     const before = await tallies(page);
     await world.server.kill();
     window.awaited = ["ERR_CONNECTION_REFUSED", "403"];
-    await open(page, world, "example/3").catch(() => {});
-    await page.evaluate(() => {});
-    await page.keyboard.press("z");
+    await open(page, world, "example/3");
     await page.getByText("The server does not answer. Is eigentrace serve still running?").first().waitFor();
-    world.server = await Server.start(world, ["--model"], world.server.port);
+    await Server.withModel(world);
     await page.keyboard.press("z");
     await page.getByText(/Reload the page: the server was started anew/).waitFor();
     await page.reload();
@@ -503,6 +494,7 @@ const scenarios = {
   },
 
   async ask_about_an_image({ page, world }) {
+    await Server.withModel(world);
     await open(page, world, "ask");
     const { file, label, answer, prediction } = world.asked;
     await page.getByRole("button", { name: "Ask" }).click();
@@ -517,6 +509,7 @@ const scenarios = {
   },
 
   async ask_about_no_image({ page, world }) {
+    await Server.withModel(world);
     await open(page, world, "ask");
     const input = page.locator("input[type=file]");
     await input.setInputFiles({ name: "words.txt", mimeType: "text/plain", buffer: Buffer.from("words") });
@@ -527,6 +520,7 @@ const scenarios = {
   },
 
   async ask_about_a_broken_image({ page, world, window }) {
+    await Server.withModel(world);
     window.awaited = ["400"];
     await open(page, world, "ask");
     await page.locator("input[type=file]").setInputFiles({ name: "a.png", mimeType: "image/png", buffer: Buffer.from("no") });
@@ -562,6 +556,7 @@ const scenarios = {
   },
 
   async accessible_ask({ page, world }) {
+    await Server.withModel(world);
     await open(page, world, "ask");
     await accessible(page, () => page.getByRole("button", { name: "Ask" }).waitFor());
   },
@@ -575,11 +570,11 @@ const scenarios = {
     await accessible(page, () => page.getByRole("dialog", { name: /^Relabel row/ }).waitFor());
   },
 
+  ...reported,
+
   async quiet_all_the_time({ world }) {
     quiet(world);
   },
-
-  ...reported,
 };
 
 await tour(scenarios, async (world) => {

@@ -39,6 +39,14 @@ export class Server {
     Object.assign(this, { child, url, port: Number(new URL(url).port) });
   }
 
+  /** Put a server that has loaded the model into the place of one that has not. */
+  static async withModel(world) {
+    if (world.hasModel) return;
+    await world.server.kill();
+    world.server = await Server.start(world, ["--model"], world.server.port);
+    world.hasModel = true;
+  }
+
   /** kill -9, which leaves it no moment to put anything in order. */
   async kill() {
     const ended = once(this.child, "exit");
@@ -103,9 +111,10 @@ async function watch(context, window) {
   });
   context.on("request", (request) => {
     const url = new URL(request.url());
-    const isOwn = url.origin === new URL(world.server.url).origin;
-    const isReport = world.report && request.url().startsWith(pathToFileURL(world.report).href);
-    if (!isOwn && !isReport && !["data:", "blob:"].includes(url.protocol)) note(`asked for ${request.url()}`);
+    const isOwn = window.file
+      ? request.url().startsWith(pathToFileURL(window.file).href)
+      : url.origin === new URL(world.server.url).origin;
+    if (!isOwn && !["data:", "blob:"].includes(url.protocol)) note(`asked for ${request.url()}`);
   });
   context.on("requestfailed", (request) => {
     const why = request.failure()?.errorText;
@@ -157,12 +166,27 @@ export function rowsOf(page) {
     .evaluateAll((links) => links.map((link) => Number(/^row (\d+)/.exec(link.ariaLabel)[1])));
 }
 
-/** Wait until the list holds exactly so many examples, and begins with these rows. */
-export async function lists(page, rows, total = rows.length) {
-  const first = rows.slice(0, 12);
-  const read = async () => ({ total: await listed(page).catch(() => null), rows: (await rowsOf(page)).slice(0, 12) });
-  const wanted = JSON.stringify({ total, rows: first });
-  await until(read, (found) => JSON.stringify(found) === wanted, `the list should be ${wanted}, and is`);
+/** Rows that fit, ordered by a column; the number of the row decides between equals. */
+export function expected(world, isIn = () => true, column = "self_influence", sign = -1) {
+  return world.rows
+    .filter(isIn)
+    .sort((a, b) => sign * (a[column] - b[column]) || a.row - b.row)
+    .map(({ row }) => row);
+}
+
+/** A control of the list. */
+export function field(page, name) {
+  return page.getByRole("search").getByLabel(name, { exact: true });
+}
+
+/** Wait until the list holds exactly these rows; those in the document are looked at one by one. */
+export async function lists(page, rows) {
+  const read = async () => ({ total: await listed(page).catch(() => null), first: await rowsOf(page) });
+  const isRight = ({ total, first }) =>
+    total === rows.length &&
+    first.length >= Math.min(5, rows.length) &&
+    first.every((row, index) => row === rows[index]);
+  await until(read, isRight, `the list should be ${rows.length} rows, ${rows.slice(0, 8)} first, and is`);
 }
 
 /** One side of an answer: [row, score] each, with all digits of the score. */

@@ -204,16 +204,21 @@ def test_images_are_shown_and_asked_about(digits):
     assert image.headers["content-type"] == "image/png"
     assert image.content.startswith(b"\x89PNG")
     # An image of the data, posted, is answered as its row is; only the row itself is among the answers.
-    posted = {"image": base64.b64encode(image.content).decode(), "label": row["label"], "k": 5}
+    posted = {"image": base64.b64encode(image.content).decode(), "label": row["label"], "k": 5, "exact": True}
     answer = asked.post("/api/ask", json=posted, headers=HEADERS)
     assert answer.status_code == 200, answer.text
     found = answer.json()
     assert found["query"]["prediction"] == row["prediction"]
     assert found["query"]["loss"] == pytest.approx(row["loss"], rel=1e-3)
     assert found["query"]["content"]["src"].startswith("data:image/png;base64,")
-    expected = get(asked, f"/api/explain/{row['row']}", k=5, exclude="none")
+    expected = get(asked, f"/api/explain/{row['row']}", k=5, exclude="none", exact=True)
     assert expected["how"] == found["how"] == "exact"
     assert [r["row"] for r in found["proponents"]] == [r["row"] for r in expected["proponents"]]
+    # Without being told so, no answer waits for the model.
+    assert get(asked, f"/api/explain/{row['row']}", k=5)["how"] == "kept directions only"
+    quick = asked.post("/api/ask", json=posted | {"exact": False}, headers=HEADERS).json()
+    assert (quick["how"], quick["query"]["prediction"]) == ("kept directions only", row["prediction"])
+    assert asked.post("/api/ask", json=posted | {"exact": "yes"}, headers=HEADERS).status_code == 400
 
 
 def test_pairs_are_shown_searched_and_asked_about(pairs):

@@ -181,17 +181,23 @@ class Answers:
             raise MissingRowError(f"There is no row {row}: rows are 0 to {self.columns.num_rows - 1}.")
         return row
 
-    def explain(self, row: int, k: int, normalize: str | None, same_label: bool, exclude: str | None) -> Record:
-        """Say which rows speak for and against one."""
-        by_model = self.subject.run.fitted is not None  # the same question has another answer then
-        found = self._explained(by_model, self.checked(row), k, normalize, same_label, exclude)
+    def explain(
+        self, row: int, k: int, normalize: str | None, same_label: bool, exclude: str | None, exact: bool = False
+    ) -> Record:
+        """Say which rows speak for and against one: by stored features, at once, or exactly, which takes the model."""
+        found = self._explained(self.checked(row), k, normalize, same_label, exclude, exact)
         return self._sides(found) | {"query": self.rows([row])[0]}
 
-    def _explain(self, _by_model: bool, row: int, k: int, *options: Any) -> "Explanation":
-        normalize, same_label, exclude = options
+    def _explain(self, row: int, k: int, *options: Any) -> "Explanation":
+        normalize, same_label, exclude, exact = options
         with self._thinking:
-            run = self.subject.run
-            return run.explain(row, k, normalize=normalize, same_label=same_label, exclude=exclude)
+            run = self.subject.attached() if exact and self.subject.live else self.subject.run
+            return run.explain(
+                row, k, normalize=normalize, same_label=same_label, exclude=exclude, rescore=self._rescore(exact)
+            )
+
+    def _rescore(self, exact: bool) -> bool | None:
+        return None if exact or not self.subject.run.num_features else False
 
     def _sides(self, found: "Explanation") -> Record:
         result: Record = {"how": found.how, "unit": found.unit}
@@ -202,7 +208,7 @@ class Answers:
             result[name] = [record | {"score": score} for record, score in zip(records, scores, strict=True)]
         return result
 
-    def ask(self, asked: Mapping[str, Any], k: int, normalize: str | None) -> Record:
+    def ask(self, asked: Mapping[str, Any], k: int, normalize: str | None, exact: bool = False) -> Record:
         """Say which rows speak for and against an example that is not among them."""
         if not self.subject.live:
             raise UnsupportedError(
@@ -222,7 +228,7 @@ class Answers:
 
             data, run = inputs.read([posted.example]), self.subject.attached()
             known = measured(run.fitted, data, Compute(precision=run.manifest["compute"]["precision"]))  # type: ignore[arg-type]
-            found = run.explain(data, k, normalize=normalize, exclude="self")
+            found = run.explain(data, k, normalize=normalize, exclude="self", rescore=self._rescore(exact))
         numbers = {
             name: known[name][0].item() for name in ("label", "prediction", "confidence", "loss") if name in known
         }

@@ -217,8 +217,10 @@ def _add_asking(app: FastAPI, answers: Answers) -> None:
         normalize: Normalize = "none",
         same_label: bool = False,
         exclude: Literal["self", "duplicates", "none"] = "self",
+        exact: bool = False,
     ) -> Response:
-        return _json(answers.explain(row, k, _given(normalize), same_label, None if exclude == "none" else exclude))
+        left_out = None if exclude == "none" else exclude
+        return _json(answers.explain(row, k, _given(normalize), same_label, left_out, exact))
 
     @app.post("/api/ask")
     async def ask(request: Request) -> Response:
@@ -226,7 +228,10 @@ def _add_asking(app: FastAPI, answers: Answers) -> None:
         k, normalize = asked.get("k", 8), asked.get("normalize") or "none"
         if not isinstance(k, int) or not 1 <= k <= 100 or normalize not in ("none", "gradient", "metric"):
             raise HTTPException(400, "k must be 1 to 100, and normalize none, gradient or metric.")
-        return _json(await run_in_threadpool(answers.ask, asked, k, _given(normalize)))
+        exact = asked.get("exact", False)
+        if not isinstance(exact, bool):
+            raise HTTPException(400, "exact must be true or false.")
+        return _json(await run_in_threadpool(answers.ask, asked, k, _given(normalize), exact))
 
 
 def _add_writing(app: FastAPI, answers: Answers) -> None:

@@ -16,14 +16,21 @@ const UNIT = {
   cosine: "Scores between −1 and 1: how alike the examples are, not how strong.",
 };
 
-/** Both sides of an answer. */
-export function answers(found) {
+/** Both sides of an answer; `exactly`, if given, asks again for exact scores. */
+export function answers(found, exactly) {
   const sizes = [...found.proponents, ...found.opponents].map((one) => Math.abs(one.score));
   const most = Math.max(1e-300, ...sizes);
   return h(
     "div",
     { class: "answers" },
-    h("p", { class: "soft how" }, [HOW[found.how] ?? found.how, UNIT[found.unit]].filter(Boolean).join(" ")),
+    h(
+      "div",
+      { class: "how-line" },
+      h("p", { class: "soft how" }, [HOW[found.how] ?? found.how, UNIT[found.unit]].filter(Boolean).join(" ")),
+      exactly && found.how !== "exact"
+        ? h("button", { type: "button", onclick: exactly, title: "Asks the model; takes seconds" }, "Score exactly")
+        : null,
+    ),
     h(
       "div",
       { class: "sides" },

@@ -14,7 +14,7 @@ export function showAsk(main) {
   const heading = h("h1", { tabindex: "-1" }, "Ask about something new");
   if (!state.overview.live) {
     const words = source.isLive
-      ? "The run is open without its model. Start the server again with the model to ask about new examples."
+      ? "The run is open without its model. Start the page with it: eigentrace serve RUN --model."
       : "This is a report in one file. Open the run with eigentrace serve, where the model can be asked.";
     main.replaceChildren(
       heading,

@@ -41,7 +41,8 @@ function logTicks(low, high, most) {
   const every = Math.max(1, Math.ceil((to - from) / most));
   const powers = d3.range(from, to + 1, every).map((power) => 10 ** power);
   const inside = powers.filter((value) => value >= low && value <= high);
-  return inside.length > 1 ? inside : d3.scaleLog().domain([low, high]).ticks(most);
+  const between = powers.flatMap((power) => [power, 2 * power, 5 * power]);
+  return inside.length > 1 ? inside : between.filter((value) => value >= low && value <= high);
 }
 
 function axis(values, most, isLog = false) {
@@ -73,6 +74,7 @@ export function spectrum(values, delta, width) {
             y: delta,
             text: () => "δ",
             textAnchor: "start",
+            dx: 4,
             dy: -8,
             fill: "var(--soft)",
             fontSize: 12,

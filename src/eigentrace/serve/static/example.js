@@ -213,13 +213,15 @@ class Example {
         ?.focus();
   }
 
-  async explain() {
+  async explain(isExact = false) {
     const asked = this.settings;
-    if (!this.place.childElementCount) this.place.replaceChildren(loading("Looking through all examples"));
+    if (isExact) this.place.replaceChildren(loading("Asking the model about a shortlist"));
+    else if (!this.place.childElementCount) this.place.replaceChildren(loading("Looking through all examples"));
     this.place.setAttribute("aria-busy", "true");
+    const exactly = state.overview.live && source.isLive ? () => this.explain(true) : null;
     try {
-      const found = await source.explain(this.number, asked, this.stop.signal);
-      if (asked === this.settings) this.place.replaceChildren(answers(found));
+      const found = await source.explain(this.number, { ...asked, exact: isExact ? "1" : null }, this.stop.signal);
+      if (asked === this.settings) this.place.replaceChildren(answers(found, exactly));
     } catch (error) {
       if (error.name !== "AbortError" && asked === this.settings) this.place.replaceChildren(failure(error));
     }
