@@ -11,7 +11,7 @@ import { pathToFileURL } from "node:url";
 import { chromium } from "playwright-core";
 
 const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
-const PATIENCE = 20_000;
+const PATIENCE = Number(process.env.PATIENCE ?? 20_000);
 const FLAGS = [
   "--no-sandbox",
   "--disable-gpu",
@@ -63,7 +63,9 @@ export async function tour(scenarios, prepare) {
     await prepare(world);
     for (const [name, act] of Object.entries(scenarios)) {
       if (config.only && !config.only.includes(name)) continue;
+      const began = Date.now();
       world.results[name] = await attempt(browser, world, name, act);
+      if (process.env.TELL) console.error(name, Date.now() - began, world.results[name].detail.slice(0, 700));
     }
   } finally {
     await browser.close();

@@ -78,6 +78,6 @@ function spoken(row) {
 }
 
 /** The value of a column, wherever a row holds it. */
-export function valueOf(row, column) {
+function valueOf(row, column) {
   return column in row ? row[column] : (row.columns?.[column] ?? null);
 }

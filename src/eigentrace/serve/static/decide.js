@@ -9,7 +9,7 @@ const WORDS = { drop: "Drop", keep: "Keep", relabel: "Relabel" };
 const KEYS = { drop: "d", keep: "u", relabel: "r" };
 
 /** Say something in passing, where screen readers hear it too. */
-export function say(text, isError = false) {
+function say(text, isError = false) {
   const toast = h("p", { class: isError ? "toast error" : "toast" }, text);
   const place = document.getElementById("status");
   place.replaceChildren(toast);

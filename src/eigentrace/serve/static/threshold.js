@@ -8,7 +8,7 @@ import { source } from "./source.js";
 import { address, state } from "./state.js";
 
 /** Build the chart and its controls. Returns {element, stop}. */
-export function threshold(held) {
+function threshold(held) {
   const place = h("div", { class: "chart threshold-chart" });
   const said = h("p", { class: "threshold-words", "aria-live": "polite" });
   const grip = h(
