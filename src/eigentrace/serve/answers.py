@@ -72,7 +72,7 @@ class Answers:
         values = subject.eigenvalues[:_MOST_EIGENVALUES]
         return plain(
             {
-                "run": subject.path.resolve().name,
+                "run": subject.name,
                 "rows": columns.num_rows,
                 "missing": columns.num_missing,
                 "model": {

@@ -112,6 +112,12 @@ class Subject:
         return "none" if self.show is None else self.show.kind
 
     @property
+    def name(self) -> str:
+        """What people call the run: its directory, with the one it lies in where that says more."""
+        here = self.path.resolve()
+        return "/".join(here.parts[-2:]) if here.name == "run" else here.name
+
+    @property
     def classes(self) -> list[str] | None:
         """Names of the classes, if they are known."""
         named = (self.request or {}).get("classes")

@@ -1,4 +1,4 @@
-"""An example that somebody posts: checked before anything of it is opened. Only this module of the page knows PIL."""
+"""An example that somebody posts: checked before anything of it is opened."""
 
 import base64
 import binascii

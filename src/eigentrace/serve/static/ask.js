@@ -48,8 +48,7 @@ export function showAsk(main) {
     () => {},
   );
   const send = h("button", { class: "primary" }, "Ask");
-  const submit = async (event) => {
-    event.preventDefault();
+  const ask = async (isExact) => {
     const problem = given.problem();
     if (problem) {
       result.replaceChildren(failure(new Error(problem)));
@@ -63,12 +62,20 @@ export function showAsk(main) {
         ...(label ? { label: Number(label.value) } : {}),
         k: 8,
         normalize: normalize.value,
+        exact: isExact,
       });
-      result.replaceChildren(verdict(found.query), answers(found));
+      result.replaceChildren(
+        verdict(found.query),
+        answers(found, () => ask(true)),
+      );
     } catch (error) {
       result.replaceChildren(failure(error));
     }
     send.disabled = false;
+  };
+  const submit = (event) => {
+    event.preventDefault();
+    ask(false);
   };
   const form = h(
     "form",
