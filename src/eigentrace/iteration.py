@@ -93,7 +93,6 @@ class SavedIteration:
             for other in self.path.glob("vectors-*.bin"):
                 if other != file:  # left by a process that was killed around a restart
                     other.unlink()
-            sweep(self.path)
         except FileNotFoundError:
             raise self._damaged(file.name, "it is missing") from None
         except OSError as error:
@@ -185,6 +184,7 @@ def opened(
     _check(path, identity)
     with locked(path):
         _check(path, identity)
+        sweep(path)
         yield SavedIteration(path, identity, draws)
 
 
