@@ -3,6 +3,7 @@
 The commands, their options and their help are in `words`; what they do is in `commands`, which loads torch.
 """
 
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -110,7 +111,9 @@ def _demo(out: Path, seed: int, steps: int, as_json: bool = False) -> None:
     _say(f"Numbers: {out / SUMMARY}")
     _say(f"Report:  {out / REPORT}")
     _say(f"Open it in a browser: {(out / REPORT).resolve().as_uri()}")
-    _say(f"Look at every example: eigentrace serve {out / RUN} --open")
+    # As it was called: the command of an environment that is not active has to be given with its path.
+    program = "eigentrace" if shutil.which("eigentrace") else sys.argv[0]
+    _say(f"Look at every example: {program} serve {out / RUN} --open")
 
 
 def _say(line: str) -> None:
