@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { spawn } from "node:child_process";
 import { once } from "node:events";
-import { readFileSync } from "node:fs";
+import { readFileSync, writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { join } from "node:path";
 import { createInterface } from "node:readline";
@@ -11,7 +11,7 @@ import { pathToFileURL } from "node:url";
 import { chromium } from "playwright-core";
 
 const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
-const PATIENCE = Number(process.env.PATIENCE ?? 20_000);
+const PATIENCE = 15_000;
 const FLAGS = [
   "--no-sandbox",
   "--disable-gpu",
@@ -21,7 +21,10 @@ const FLAGS = [
   "--disable-component-update",
   "--disable-sync",
 ];
-const BOTH = [1280, 400].flatMap((width) => ["light", "dark"].map((colours) => ({ width, colours })));
+const EVERY = [1280, 400].flatMap((width) => ["light", "dark"].map((colours) => ({ width, colours })));
+
+/** Each width and each colour once. */
+export const SOME = EVERY.filter(({ width, colours }) => (width === 1280) === (colours === "light"));
 
 /** `eigentrace serve` in a process of its own. */
 export class Server {
@@ -39,9 +42,10 @@ export class Server {
     Object.assign(this, { child, url, port: Number(new URL(url).port) });
   }
 
-  /** Put a server that has loaded the model into the place of one that has not. */
-  static async withModel(world) {
+  /** Put a server that has loaded the model into the place of one that has not, and leave the page of that one. */
+  static async withModel(world, page) {
     if (world.hasModel) return;
+    await page?.goto("about:blank");
     await world.server.kill();
     world.server = await Server.start(world, ["--model"], world.server.port);
     world.hasModel = true;
@@ -54,50 +58,49 @@ export class Server {
   }
 }
 
-/** Do all scenarios one after the other, each in a browser window of its own; print what came of them as JSON. */
-export async function tour(scenarios, prepare) {
-  const config = JSON.parse(readFileSync(process.argv[2], "utf8"));
-  const world = { ...config, troubles: [], results: {} };
-  const browser = await chromium.launch({ executablePath: config.chromium, args: FLAGS });
+/** Do all scenarios one after the other, and write down what came of them as they end. */
+export async function tour(scenarios) {
+  const world = { ...JSON.parse(readFileSync(process.argv[2], "utf8")), troubles: [], kept: {} };
+  const results = {};
+  const browser = await chromium.launch({ executablePath: world.chromium, args: FLAGS });
   try {
-    await prepare(world);
+    world.server = await Server.start(world);
+    const context = await browser.newContext();
+    context.setDefaultTimeout(PATIENCE);
+    await watch(context, world);
     for (const [name, act] of Object.entries(scenarios)) {
-      if (config.only && !config.only.includes(name)) continue;
       const began = Date.now();
-      world.results[name] = await attempt(browser, world, name, act);
-      if (process.env.TELL) console.error(name, Date.now() - began, world.results[name].detail.slice(0, 700));
+      results[name] = await attempt(context, world, name, act);
+      results[name].milliseconds = Date.now() - began;
+      writeFileSync(join(world.out, "results.json"), JSON.stringify({ ...results, ...world.kept }));
     }
   } finally {
-    await browser.close();
     await world.server?.kill();
+    await browser.close();
   }
-  console.log(JSON.stringify({ ...world.results, ...world.kept }));
 }
 
-async function attempt(browser, world, name, act) {
-  const context = await browser.newContext({ viewport: { width: 1280, height: 800 }, reducedMotion: "reduce" });
-  context.setDefaultTimeout(PATIENCE);
-  const window = { name, world, awaited: [] };
-  await watch(context, window);
-  const page = await context.newPage();
+/** One scenario, on the page of the one before: people do not reload between views either. */
+async function attempt(context, world, name, act) {
+  Object.assign(world, { name, awaited: [], file: null });
+  const page = context.pages()[0] ?? (await context.newPage());
   try {
-    await act({ page, world, window });
+    await page.setViewportSize({ width: 1280, height: 800 });
+    await page.emulateMedia({ colorScheme: "light", reducedMotion: "reduce" });
+    await act({ page, world });
     return { ok: true, detail: "" };
   } catch (error) {
     await page.screenshot({ path: join(world.out, `${name}.png`) }).catch(() => {});
+    await page.close();
     return { ok: false, detail: String(error.stack ?? error) };
-  } finally {
-    await context.close();
   }
 }
 
 /** Note errors, broken policies, dialogs and requests that leave the server. Scenarios name the errors they provoke. */
-async function watch(context, window) {
-  const { world, name } = window;
+async function watch(context, world) {
   const note = (words) => {
-    if (!window.awaited.some((part) => words.includes(part))) world.troubles.push(`${name}: ${words}`);
+    if (!world.awaited.some((part) => words.includes(part))) world.troubles.push(`${world.name}: ${words}`);
   };
-  window.note = note;
   await context.addInitScript(() => {
     addEventListener("securitypolicyviolation", (event) =>
       console.error(`policy: ${event.violatedDirective} ${event.blockedURI}`),
@@ -113,8 +116,8 @@ async function watch(context, window) {
   });
   context.on("request", (request) => {
     const url = new URL(request.url());
-    const isOwn = window.file
-      ? request.url().startsWith(pathToFileURL(window.file).href)
+    const isOwn = world.file
+      ? request.url().startsWith(pathToFileURL(world.file).href)
       : url.origin === new URL(world.server.url).origin;
     if (!isOwn && !["data:", "blob:"].includes(url.protocol)) note(`asked for ${request.url()}`);
   });
@@ -124,9 +127,13 @@ async function watch(context, window) {
   });
 }
 
-/** Open a view and wait until it is there. */
-export async function open(page, world, view = "overview") {
-  await page.goto(`${world.server.url}#/${view}`);
+/** Draw a view anew and wait until it is there. */
+export async function open(page, world, view = "overview", home = world.server.url) {
+  const other = view.startsWith("ask") ? "example" : "ask";
+  for (const place of [other, view]) {
+    await page.goto(`${home}#/${place}`);
+    await page.locator(`[data-view="${/^\w+/.exec(place)[0]}"][aria-current=page]`).waitFor();
+  }
   await page.getByRole("heading", { level: 1 }).waitFor();
 }
 
@@ -137,7 +144,7 @@ export async function until(read, isRight, words) {
     const found = await read();
     if (isRight(found)) return found;
     if (Date.now() > end) assert.fail(`${words}: ${JSON.stringify(found)}`);
-    await new Promise((resolve) => setTimeout(resolve, 40));
+    await new Promise((resolve) => setTimeout(resolve, 80));
   }
 }
 
@@ -168,7 +175,7 @@ export function rowsOf(page) {
     .evaluateAll((links) => links.map((link) => Number(/^row (\d+)/.exec(link.ariaLabel)[1])));
 }
 
-/** Rows that fit, ordered by a column; the number of the row decides between equals. */
+/** Row numbers as the run has them: rows that fit, ordered by a column; the number of the row decides between equals. */
 export function expected(world, isIn = () => true, column = "self_influence", sign = -1) {
   return world.rows
     .filter(isIn)
@@ -178,7 +185,7 @@ export function expected(world, isIn = () => true, column = "self_influence", si
 
 /** A control of the list. */
 export function field(page, name) {
-  return page.getByRole("search").getByLabel(name, { exact: true });
+  return page.getByRole("search").getByRole(name === "Search" ? "searchbox" : "combobox", { name, exact: true });
 }
 
 /** Wait until the list holds exactly these rows; those in the document are looked at one by one. */
@@ -189,6 +196,27 @@ export async function lists(page, rows) {
     first.length >= Math.min(5, rows.length) &&
     first.every((row, index) => row === rows[index]);
   await until(read, isRight, `the list should be ${rows.length} rows, ${rows.slice(0, 8)} first, and is`);
+}
+
+/** The threshold of the histogram. */
+export function slider(page) {
+  return page.getByRole("slider", { name: "Threshold on self-influence" });
+}
+
+/** The count beyond the threshold, once the server has told it. */
+export async function exactly(page) {
+  const text = await until(
+    () => page.getByText(/lie beyond/).innerText(),
+    (words) => !words.startsWith("about"),
+    "no exact count",
+  );
+  return leading(text);
+}
+
+/** Where it is, by the address that shows the rows beyond it. */
+export async function thresholdOf(page) {
+  const link = page.getByRole("region", { name: "Which rows stand out" }).getByRole("link", { name: "Show these" });
+  return Number(new URLSearchParams((await link.getAttribute("href")).split("?")[1]).get("above"));
 }
 
 /** One side of an answer: [row, score] each, with all digits of the score. */
@@ -217,9 +245,19 @@ export async function answered(page, wanted) {
   }
 }
 
+/** Choose how scores are normalised. */
+export async function normalise(page, name) {
+  const choices = page.getByRole("group", { name: "Normalise by" });
+  await choices.getByText(name, { exact: true }).click();
+  await choices.getByRole("radio", { name, checked: true }).waitFor();
+}
+
 /** Counts of the bar at the bottom: {drop, keep, relabel}. */
 export async function tallies(page) {
-  const words = await page.getByRole("contentinfo").getByRole("link").allInnerTexts();
+  const words = await page
+    .getByRole("contentinfo")
+    .getByRole("link", { name: /^[\d,]+ to \w+$/ })
+    .allInnerTexts();
   return Object.fromEntries(words.map((text) => [/to (\w+)/.exec(text)[1], leading(text)]));
 }
 
@@ -233,34 +271,41 @@ export function decided(page, wanted) {
 export async function press(page, key, words) {
   await page.keyboard.press(key);
   const told = page.locator("#status");
-  await until(() => told.innerText(), (text) => text.includes(words), `after ${key} the page should say "${words}", and says`);
+  await until(
+    () => told.innerText(),
+    (text) => text.includes(words),
+    `after ${key} the page should say "${words}", and says`,
+  );
 }
 
 /** Save through the menu at the bottom. */
 export async function save(page, world, name) {
   const bar = page.getByRole("contentinfo");
-  await bar.getByText("Export", { exact: true }).click();
-  const [download] = await Promise.all([
-    page.waitForEvent("download"),
-    bar.getByText(name, { exact: true }).click(),
-  ]);
-  const path = join(world.out, download.suggestedFilename());
+  const item = bar.getByText(name, { exact: true });
+  if (!(await item.isVisible())) await bar.getByText("Export", { exact: true }).click();
+  const [download] = await Promise.all([page.waitForEvent("download"), item.click()]);
+  const path = join(world.out, `${world.name}-${download.suggestedFilename()}`);
   await download.saveAs(path);
   return path;
 }
 
 /** Let axe-core look at a page in both widths and colours; nothing may stick out sideways either. */
-export async function accessible(page, go, widths = BOTH) {
+export async function accessible(page, go, widths = EVERY) {
   const found = [];
   for (const { width, colours } of widths) {
     await page.setViewportSize({ width, height: 800 });
     await page.emulateMedia({ colorScheme: colours, reducedMotion: "reduce" });
     await go();
-    await page.evaluate(`globalThis.axe || (() => { ${AXE} })()`);
+    if (await page.evaluate(() => !globalThis.axe)) await page.evaluate(AXE);
     const { violations } = await page.evaluate(() => globalThis.axe.run(document, { resultTypes: ["violations"] }));
     const bad = violations.filter(({ impact }) => ["serious", "critical"].includes(impact));
     for (const { id, help, nodes } of bad)
-      found.push(`${width} ${colours}: ${id} (${help}): ${nodes.slice(0, 3).map((node) => node.html.slice(0, 160)).join(" | ")}`);
+      found.push(
+        `${width} ${colours}: ${id} (${help}): ${nodes
+          .slice(0, 3)
+          .map((node) => node.html.slice(0, 160))
+          .join(" | ")}`,
+      );
     const over = await page.evaluate(() => document.documentElement.scrollWidth - document.documentElement.clientWidth);
     if (over > 0) found.push(`${width} ${colours}: the page is ${over} pixels too wide`);
   }

@@ -23,9 +23,13 @@ def _of_fit(text: str, *names: str) -> Any:
     return _option(text, *names, rich_help_panel="The fit")
 
 
-def _commands() -> Any:
-    # Other libraries' bars for what takes a moment, which would stand between the answers.
+def _hide_bars() -> None:
+    """Leave out other libraries' bars for what takes a moment: they would stand between the answers."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _commands() -> Any:
+    _hide_bars()
     # Imported here: torch takes seconds to load, and `--help` must not wait for it.
     from eigentrace.cli import commands
 
@@ -197,6 +201,7 @@ def serve(
     """Open a page on a run: look at examples, ask who taught what, decide what goes."""
     from eigentrace.cli.paging import serve as start
 
+    _hide_bars()
     start(run, port, host, token, model, open_, json)
 
 

@@ -40,6 +40,5 @@ export function address(view, asked = {}) {
 
 /** The word by which the server knows a value of a group. */
 export function groupWord(value) {
-  if (value === null || value === undefined) return "";
-  return value === true ? "True" : value === false ? "False" : String(value);
+  return value === null || value === undefined ? "" : String(value);
 }
