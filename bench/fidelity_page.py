@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench.measure import Cell
-from bench.record import Notes, Record, heading, judged, read, runs_of, shown, stem, table
+from bench.record import Notes, Record, judged, shown, table, write_page
 
 KS = (10, 20, 50, 100, 200)
 SIZES = (128, 256, 512, 1024, 4096)
@@ -38,19 +38,19 @@ def stored_cell(tail: str, keep: int, size: int) -> str:
 
 def render(out: Path, small: bool) -> None:
     """Write the tables from the JSON."""
-    name = stem("fidelity", small=small)
-    command = "python -m bench.fidelity" + (" --small" if small else "")
-    lines = heading("Scores against retraining" + (", small" if small else ""), command, name)
-    lines += [
-        "",
+    about = (
         "LDS (linear datamodelling score) in percent: the rank correlation, over 100 random halves of 5,000 digits, "
         "five networks trained on each, between the loss of a query and what the scores of its half predict, averaged "
-        "over 500 queries. Intervals are 95%, by bootstrap over queries and halves.",
-    ]
-    for machine, regimes in read(out / f"{name}.json").items():
-        lines += ["", f"## {machine}", *_machine(regimes, goals=not small), "", *runs_of(regimes)]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        "over 500 queries. Intervals are 95%, by bootstrap over queries and halves."
+    )
+    write_page(
+        out,
+        "fidelity",
+        "Scores against retraining",
+        about,
+        lambda regimes: _machine(regimes, goals=not small),
+        small=small,
+    )
 
 
 def _machine(regimes: dict[str, Record], goals: bool) -> list[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bench.command import say, start
 from bench.measure import Cell, Run, attempt, release, timed
-from bench.record import Notes, Record, Recorder, heading, memory, merged, read, runs_of, shown, stem, table, write
+from bench.record import Notes, Record, Recorder, memory, merged, read, shown, stem, table, write, write_page
 from eigentrace.search import search
 
 # Rows that are drawn, and read, at a time.
@@ -180,19 +180,12 @@ def same_rows(found: Tensor, expected: Tensor) -> float:  # (Q, k), (Q, k)
 
 def render(out: Path, small: bool) -> None:
     """Write the tables from the JSON."""
-    name = stem("search", small=small)
-    command = "python -m bench.search" + (" --small" if small else "")
-    lines = heading("Exact search of stored features" + (", small" if small else ""), command, name)
-    lines += [
-        "",
+    about = (
         "The strongest k of all rows for each query; features are drawn from a normal distribution. *Nanoseconds* are "
         "per score, and there are rows times queries of these. *The same* is the part of the rows found by `search` "
-        "that this way finds too. *Load* is the machine's load average before the measurement: 0 if nothing else runs.",
-    ]
-    for machine, problems in read(out / f"{name}.json").items():
-        lines += ["", f"## {machine}", "", *_machine(problems), "", *runs_of(problems)]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        "that this way finds too. *Load* is the machine's load average before the measurement: 0 if nothing else runs."
+    )
+    write_page(out, "search", "Exact search of stored features", about, _machine, small=small)
 
 
 def _machine(problems: dict[str, Record]) -> list[str]:
@@ -219,7 +212,7 @@ def _machine(problems: dict[str, Record]) -> list[str]:
         "load",
         "GPU, GiB",
     ]
-    return table(headings, rows) + (["", *notes.lines()] if notes.texts else [])
+    return ["", *table(headings, rows), *(["", *notes.lines()] if notes.texts else [])]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ import torch
 
 from bench.command import say, start
 from bench.measure import Cell, Run, attempt
-from bench.record import Notes, Record, Recorder, heading, judged, merged, read, runs_of, shown, stem, table, write
+from bench.record import Notes, Record, Recorder, judged, merged, read, shown, stem, table, write, write_page
 from eigentrace.store import Folder
 from eigentrace.store.table import write_table
 
@@ -264,23 +264,18 @@ def _memory(server: Server) -> Cell:
 
 def render(out: Path, small: bool) -> None:
     """Write the table from the JSON."""
-    name = stem("serve", small=small)
-    command = "python -m bench.serve" + (" --small" if small else "")
-    lines = heading("The page on a large run" + (", small" if small else ""), command, name)
-    lines += [
-        "",
+    about = (
         f"A drawn run of so many examples with {FEATURES} features, {CLASSES} classes, an id, a source and a text of "
         "twelve words each, written by the store that scoring writes with, and a server in a process of its own. "
         "*Seconds* are by the clock of whoever asks over HTTP; every question is the first of its kind, so that "
-        "nothing is remembered. *Load* is the machine's load average before the measurement: 0 if nothing else runs.",
-    ]
-    for machine, problems in read(out / f"{name}.json").items():
-        lines += ["", f"## {machine}"]
-        for record in problems.values():
-            lines += ["", f"### {record['title']} examples", "", *_rows(record)]
-        lines += ["", *runs_of(problems)]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        "nothing is remembered. *Load* is the machine's load average before the measurement: 0 if nothing else runs."
+    )
+    write_page(out, "serve", "The page on a large run", about, _machine, small=small)
+
+
+def _machine(problems: dict[str, Record]) -> list[str]:
+    records = problems.values()
+    return [line for record in records for line in ("", f"### {record['title']} examples", "", *_rows(record))]
 
 
 def _rows(record: Record) -> list[str]:

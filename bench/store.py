@@ -23,7 +23,7 @@ import eigentrace as et
 from bench.command import say, start
 from bench.measure import Cell, attempt, release
 from bench.peers.worker import Memory
-from bench.record import Notes, Record, Recorder, heading, merged, read, runs_of, shown, stem, table, write
+from bench.record import Notes, Record, Recorder, merged, read, shown, stem, table, write, write_page
 from eigentrace.store import Folder
 from eigentrace.store.table import write_table
 
@@ -159,20 +159,13 @@ def _score(out: Path, rows: int) -> float:
 
 def render(out: Path, small: bool) -> None:
     """Write the tables from the JSON."""
-    name = stem("store", small=small)
-    command = "python -m bench.store" + (" --small" if small else "")
-    lines = heading("Runs on disk" + (", small" if small else ""), command, name)
-    lines += [
-        "",
+    about = (
         f"Shards of {_SHARD:,} rows with checksums, forced to the disk one by one. *Growth* is the most memory that a "
         "step held beyond what the process held before it, *peak* all that the process held, torch included. The last "
         f"row reads examples one by one, gives them digests, and scores a linear model with {_DIRECTIONS} directions "
-        "and a tail. *Load* is the machine's load average before the measurement: 0 if nothing else runs.",
-    ]
-    for machine, problems in read(out / f"{name}.json").items():
-        lines += ["", f"## {machine}", "", *_machine(problems), "", *runs_of(problems)]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        "and a tail. *Load* is the machine's load average before the measurement: 0 if nothing else runs."
+    )
+    write_page(out, "store", "Runs on disk", about, _machine, small=small)
 
 
 def _machine(problems: dict[str, Record]) -> list[str]:
@@ -188,7 +181,7 @@ def _machine(problems: dict[str, Record]) -> list[str]:
             written = [shown(cell | mebi, key, pattern, notes) for key, pattern in (*numbers, ("load", ".1f"))]
             lines.append([title, size, *written])
     headings = ["step", "rows × features", "seconds", "rows/s", "growth, MiB", "peak, MiB", "load"]
-    return table(headings, lines) + (["", *notes.lines()] if notes.texts else [])
+    return ["", *table(headings, lines), *(["", *notes.lines()] if notes.texts else [])]
 
 
 def _parser() -> argparse.ArgumentParser:

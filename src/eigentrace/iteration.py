@@ -26,6 +26,7 @@ from eigentrace.errors import InputError, MismatchError, StorageError
 from eigentrace.files import replacing, storage_error, sweep, sync
 from eigentrace.krylov import Ending, Snapshot
 from eigentrace.lock import locked
+from eigentrace.settings import short
 from eigentrace.version import __version__
 
 KIND = "Krylov iteration"
@@ -205,7 +206,7 @@ def _check(path: Path, identity: Mapping[str, Any]) -> None:
     names = [name for name in (*here, *(there.keys() - here.keys())) if not _same(there.get(name), here.get(name))]
     # Other losses follow from another model: they are named when nothing else explains them.
     names = [name for name in names if name != "losses"] or names
-    differ = [f"{name}: {_short(there.get(name))} there, {_short(here.get(name))} here" for name in names]
+    differ = [f"{name}: {short(there.get(name))} there, {short(here.get(name))} here" for name in names]
     if differ:
         raise MismatchError(
             f"{path} holds the iteration of another fit: {'; '.join(differ)}. Give another directory, or the model, "
@@ -219,11 +220,6 @@ def _same(there: Any, here: Any) -> bool:
         return there == here
     size = max(map(abs, there), default=0.0)
     return all(abs(a - b) <= _LOSS_TOL * size for a, b in zip(there, here, strict=True))
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _hash(record: str, tensors: Mapping[str, Tensor]) -> str:

@@ -42,3 +42,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return value if isinstance(value, str | bool | None) else type(value).__name__
+
+
+def short(value: Any) -> str:
+    """Write a value for a message, cut off where it is long."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -14,6 +14,7 @@ from eigentrace.artifact import read_manifest, read_tensors
 from eigentrace.errors import MismatchError
 from eigentrace.evaluate.subsets import Job
 from eigentrace.files import replacing, write_tensors
+from eigentrace.settings import short
 from eigentrace.version import __version__
 
 _KIND = "cache of retrained models"
@@ -83,7 +84,7 @@ def _compare(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
     """Refuse a directory whose recipe differs, naming every entry that does."""
     entries = [_flat(there), _flat(here)]
     pairs = {name: [side.get(name, "nothing") for side in entries] for name in sorted(entries[0] | entries[1])}
-    differ = [f"{name} is {_short(a)} there and {_short(b)} here" for name, (a, b) in pairs.items() if a != b]
+    differ = [f"{name} is {short(a)} there and {short(b)} here" for name, (a, b) in pairs.items() if a != b]
     if differ:
         listed = "; ".join(differ[:5])
         raise MismatchError(
@@ -96,8 +97,3 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
         return {name: item for key, inner in value.items() for name, item in _flat(inner, f"{prefix}{key}.").items()}
     return {prefix.removesuffix("."): value}
-
-
-def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
