@@ -100,7 +100,7 @@ def choices(*allowed: str) -> Callable[[str], list[str]]:
 _names = choices(*MODELS)
 
 
-def start(name: str, settings: argparse.Namespace, argv: Sequence[str]) -> Run:
+def start(name: str, settings: argparse.Namespace, argv: Sequence[str], package: str = "bench") -> Run:
     """Begin a run with the settings of the command line."""
     device = settings.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
@@ -111,7 +111,7 @@ def start(name: str, settings: argparse.Namespace, argv: Sequence[str]) -> Run:
         "torch": torch.__version__,
         "eigentrace": eigentrace.__version__,
         "python": platform.python_version(),
-        "command": " ".join([f"python -m bench.{name}", *_without_places(argv)]),
+        "command": " ".join([f"python -m {package}.{name}", *_without_places(argv)]),
     }
     return Run(device, settings.small, seconds, info, settings.profile)
 

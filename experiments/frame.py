@@ -1,0 +1,195 @@
+"""What all experiments share: the command line, results that merge number by number, a page and figures.
+
+    python -m experiments.NAME --small                # minutes at most, on a CPU: to see that everything runs
+    python -m experiments.NAME --data FOLDER          # real size; FOLDER holds the data, --download fetches it there
+    python -m experiments.NAME --parts a,b --missing  # some of it, and only numbers that are not there yet
+    python -m experiments.NAME --merge other.json     # take over what was measured elsewhere
+    python -m experiments.NAME --render               # write page and figures again
+
+Results go to docs/results/NAME.json, from which NAME.md and its figures are written.
+"""
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.command import choices, say, start
+from bench.measure import Cell, Run, attempt, described
+from bench.record import Record, Recorder, heading, merged, read, runs_of, stem, write
+from eigentrace.errors import InputError
+
+Records = dict[str, Record]
+"""What one machine measured, part by part."""
+
+
+def no_figures(records: Records, *, small: bool) -> dict[str, str]:
+    """Draw nothing."""
+    return {}
+
+
+def no_options(parser: argparse.ArgumentParser) -> None:
+    """Add nothing to the command line."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One command under `experiments/`."""
+
+    name: str
+    """Its module, and its files under docs/results/."""
+    title: str
+    about: str
+    """What the paper did, what runs here, at which size and how long: Markdown, at the top of the page."""
+    parts: Mapping[str, Callable[["Session"], None]]
+    """What it is made of, each measured for itself, by the names of `--parts`."""
+    tables: Callable[[Records], list[str]]
+    """Lays out what one machine measured, the paper's numbers beside it, as lines of Markdown."""
+    figures: Callable[..., Mapping[str, str]] = no_figures
+    """Draws what one machine measured: SVG by a word that goes into the file's name. Called with `small`."""
+    options: Callable[[argparse.ArgumentParser], None] = no_options
+    """Adds what only this experiment understands to the command line."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """One call of an experiment."""
+
+    run: Run
+    settings: argparse.Namespace
+    path: Path
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        """Where to compute."""
+        return self.run.device
+
+    @property
+    def small(self) -> bool:
+        """Whether to run at toy size."""
+        return self.run.small
+
+    @property
+    def seeds(self) -> range:
+        """The seeds to run with."""
+        return range(self.settings.seeds)
+
+    def data(self, what: str) -> Path:
+        """Return the folder of the data.
+
+        Raises:
+            InputError: If none was given.
+        """
+        if self.settings.data is None:
+            raise InputError(f"{what} is not embedded: give the folder of its files as --data, or add --download.")
+        folder: Path = self.settings.data
+        return folder
+
+    def part(self, name: str, title: str, settings: Mapping[str, Any], **facts: Any) -> "Part":
+        """Begin a part. Numbers with other settings do not stand beside its own, so that these replace them."""
+        return Part(self, name, {"title": title, "settings": dict(settings), "facts": facts})
+
+
+@dataclass(frozen=True)
+class Part:
+    """Keeps the numbers of one part as they come."""
+
+    session: Session
+    name: str
+    record: Record
+
+    def has(self, name: str) -> bool:
+        """Tell whether an earlier run measured this number, and it may be left as it is."""
+        session = self.session
+        if not session.settings.missing:
+            return False
+        kept = read(session.path).get(described(session.device), {}).get(self.name)
+        if kept is None or kept["settings"] != self.record["settings"]:
+            return False
+        return "failed" not in kept["cells"].get(name, {"failed": "not there"})
+
+    def cell(self, name: str, work: Callable[[], Cell]) -> Cell | None:
+        """Measure and keep; None if it is there already. What fails is kept as a failure, and the rest goes on."""
+        if self.has(name):
+            return None
+        cell = attempt(work)
+        return self.add(name, cell)
+
+    def add(self, name: str, cell: Cell) -> Cell:
+        """Keep what is measured already."""
+        Recorder(self.session.run, self.session.path, self.name, self.record).add(name, cell)
+        if "failed" in cell:
+            self.session.failures.append(f"{self.name}/{name}")
+        say(f"{self.name:16} {name:44} {_line(cell)}")
+        return cell
+
+
+def main(experiment: Experiment, argv: Sequence[str]) -> int:
+    """Do what the command line asks for; return how many numbers failed."""
+    settings = _parser(experiment).parse_args(argv)
+    path = settings.out / f"{stem(experiment.name, small=settings.small)}.json"
+    failures = 0
+    for other in settings.merge or ():
+        write(path, merged(read(path), read(other)))
+    if not (settings.merge or settings.render):
+        run = start(experiment.name, settings, argv, package="experiments")
+        session = Session(run, settings, path)
+        for name in settings.parts or experiment.parts:
+            outcome = attempt(lambda name=name: experiment.parts[name](session) or {})  # type: ignore[misc]
+            if "failed" in outcome:
+                say(f"{name}: {outcome['failed']}")
+                session.failures.append(name)
+        failures = len(session.failures)
+    render(experiment, settings.out, small=settings.small)
+    return failures
+
+
+def render(experiment: Experiment, out: Path, *, small: bool) -> None:
+    """Write the page and the figures from the JSON."""
+    name = stem(experiment.name, small=small)
+    command = f"python -m experiments.{experiment.name}" + (" --small" if small else "")
+    lines = [*heading(experiment.title + (", small" if small else ""), command, name), "", experiment.about]
+    out.mkdir(parents=True, exist_ok=True)
+    for machine, records in read(out / f"{name}.json").items():
+        lines += ["", f"## {machine}", "", *experiment.tables(records)]
+        for word, svg in experiment.figures(records, small=small).items():
+            figure = figure_name(name, word, machine)
+            (out / figure).write_text(svg, encoding="utf-8")
+            lines += ["", f"![{experiment.title}: {word}]({figure})"]
+        lines += ["", *runs_of(records)]
+    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def figure_name(name: str, word: str, machine: str) -> str:
+    """Name the file of a figure after the experiment, what it shows and the machine."""
+    return "_".join([name, word, re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")]) + ".svg"
+
+
+def _line(cell: Cell) -> str:
+    if "failed" in cell:
+        return f"failed: {cell['failed']}"
+    numbers = {key: value for key, value in cell.items() if isinstance(value, int | float) and key != "run"}
+    return ", ".join(f"{key} {value:.4g}" for key, value in numbers.items())
+
+
+def _parser(experiment: Experiment) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m experiments.{experiment.name}", description=experiment.title)
+    names = ",".join(experiment.parts)
+    parser.add_argument("--parts", type=choices(*experiment.parts), help=f"some of {names}; all if left out")
+    parser.add_argument("--small", action="store_true", help="toy size, to see that everything runs")
+    parser.add_argument("--seeds", type=int, default=1, help="so many trainings, where the experiment repeats them")
+    parser.add_argument("--data", type=Path, help="folder of the data that is not embedded")
+    parser.add_argument("--download", action="store_true", help="fetch public data into the folder if it is not there")
+    parser.add_argument("--missing", action="store_true", help="measure only what is not in the results yet")
+    parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
+    parser.add_argument("--render", action="store_true", help="measure nothing, only write page and figures again")
+    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+    parser.set_defaults(seconds=0.0, profile=False)
+    experiment.options(parser)
+    return parser

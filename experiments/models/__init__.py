@@ -1,0 +1,1 @@
+"""The networks of the experiments and how they are trained, one file each."""
