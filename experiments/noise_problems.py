@@ -171,7 +171,7 @@ def train(
         torch.manual_seed(seed)
         model = problem.network().to(device)
     if device.type == "cuda":
-        model = model.to(memory_format=torch.channels_last)
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     generator = torch.Generator(device).manual_seed(seed)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=recipe.lr, momentum=0.9, nesterov=recipe.cosine, weight_decay=recipe.weight_decay
@@ -192,7 +192,8 @@ def train(
             schedule.step()
         on_epoch(model, epoch)
     optimizer.zero_grad(set_to_none=True)
-    return model.to(memory_format=torch.contiguous_format).eval()
+    model = model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    return model.eval()
 
 
 def _schedule(recipe: Recipe, steps: int) -> Callable[[int], float]:
