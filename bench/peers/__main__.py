@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -41,37 +42,60 @@ def main(argv: Sequence[str]) -> int:
             write(path, merged(read(path), read(other)))
     elif not settings.render:
         run = start("peers", settings, argv)
-        for name in settings.problems or [name for name in PROBLEMS if settings.data or name in EMBEDDED]:
-            failures += _on_problem(name, run, path, settings)
+        names = settings.problems or [name for name in PROBLEMS if settings.data or name in EMBEDDED]
+        prepared = []
+        for name in names:
+            try:
+                ready = _prepared(name, run, path, settings)
+            except Exception as error:  # data that is not there must not end the other problems
+                say(f"{name}: {reason(error)}")
+                failures += 1
+                continue
+            prepared += [ready] if ready else []
+        failures += _measure(prepared, path, settings)
     render(settings.out, settings.small)
     return failures
 
 
-def _on_problem(name: str, run: Run, path: Path, settings: argparse.Namespace) -> int:
+def _prepared(name: str, run: Run, path: Path, settings: argparse.Namespace) -> tuple[Problem, Recorder] | None:
+    """Make a problem ready, and where its numbers go; None if it cannot be, or only its truth was asked for."""
     spec = (SMALL if settings.small else PROBLEMS)[name]
-    cache = settings.cache / "small" if settings.small else settings.cache
-    try:
-        problem = make_problem(spec, settings.data, cache, run.device)
-        at = truth.place(cache, name)
-        if settings.retrain and problem.examples.num_queries and truth.read_truth(at, problem) is None:
-            truth.make_truth(problem, cache, small=settings.small)
-    except Exception as error:  # data that is not there must not end the other problems
-        say(f"{name}: {reason(error)}")
-        return 1
+    cache = _cache(settings)
+    problem = make_problem(spec, settings.data, cache, run.device)
+    at = truth.place(cache, name)
     if settings.retrain:
-        return 0
+        if problem.examples.num_queries and truth.read_truth(at, problem) is None:
+            truth.make_truth(problem, cache, small=settings.small)
+        return None
     facts = {"title": spec.title, "parameters": problem.num_parameters, "settings": spec.settings}
-    recorder = Recorder(run, path, name, facts | {"facts": _facts(problem)})
+    return problem, Recorder(run, path, name, facts | {"facts": _facts(problem)})
+
+
+def _cache(settings: argparse.Namespace) -> Path:
+    folder: Path = settings.cache
+    return folder / "small" if settings.small else folder
+
+
+def _measure(prepared: Sequence[tuple[Problem, Recorder]], path: Path, settings: argparse.Namespace) -> int:
+    """Run every method asked for on every problem, several at a time if told to; return how many failed."""
+    entries = [METHODS[method] for method in settings.methods]
+    work = [(*ready, entry) for ready in prepared for entry in entries if is_asked(entry, ready[0])]
+    if settings.jobs > 1:
+        work.sort(key=lambda item: entries.index(item[2]))  # those named first begin first, on every problem
     failures = 0
-    for entry in (METHODS[method] for method in settings.methods):
-        if not is_asked(entry, problem):
-            continue
-        cell = _cell(entry, problem, cache, settings)
-        say(f"{name:18} {entry.title:45} {_line(cell)}")
-        if "missing" in cell and _measured_before(path, run, name, entry):
-            continue
-        recorder.add(entry.name, cell)
-        failures += "failed" in cell
+    with ThreadPoolExecutor(settings.jobs) as pool:
+        running = {
+            pool.submit(_cell, entry, problem, _cache(settings), settings): i
+            for i, (problem, _, entry) in enumerate(work)
+        }
+        for done in as_completed(running):
+            problem, recorder, entry = work[running[done]]
+            cell, name = done.result(), problem.spec.name
+            say(f"{name:18} {entry.title:45} {_line(cell)}")
+            if "missing" in cell and _measured_before(path, recorder.run, name, entry):
+                continue
+            recorder.add(entry.name, cell)
+            failures += "failed" in cell
     return failures
 
 
@@ -148,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", type=every_method, default=list(METHODS), help=",".join(METHODS))
     parser.add_argument("--small", action="store_true", help="200 examples and a few steps, to see that all runs")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each method, of which the better counts")
+    parser.add_argument("--jobs", type=int, default=1, help="methods at a time: seconds then say less, scores the same")
     parser.add_argument("--networks", type=int, help="average over so many instead of all; 1 leaves averaging out")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds that a method may take")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")

@@ -101,6 +101,7 @@ _ALL = (
         keeps=(100, 200),
         checkpoints=1,
         models=10,
+        batch=1000,
     ),
     Spec(
         name="mnist-mlp",
@@ -113,6 +114,7 @@ _ALL = (
         checkpoints=1,
         models=10,
         proj_dim=2048,
+        batch=1000,
     ),
     Spec(
         name="cifar10n",

@@ -184,6 +184,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True)
     settings = parser.parse_args(argv)
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # memorised examples have losses of 1e-6: all digits of float32 count
     warnings.simplefilter("ignore")  # a peer's own warnings are no business of a table
 
     def work() -> Cell:
