@@ -74,11 +74,8 @@ class _Residual(nn.Module):
 
 
 def resnet() -> nn.Module:
-    """A residual network of three stages, 32-64-128, for 32 × 32 images; 0.7M parameters."""
-    widths = (32, 32, 64, 128)
-    stages = [_Residual(a, b, 1 if a == b else 2) for a, b in pairwise(widths)]
-    more = [_Residual(b, b, 1) for b in widths[1:]]
-    blocks = [block for pair in zip(stages, more, strict=True) for block in pair]
+    """A residual network of three blocks, 32-64-128, for 32 × 32 images; 0.3M parameters."""
+    blocks = [_Residual(a, b, 1 if a == b else 2) for a, b in pairwise((32, 32, 64, 128))]
     stem = [nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 

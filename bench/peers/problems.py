@@ -63,7 +63,7 @@ def _demo_cnn() -> nn.Module:
 
 _DIGITS = Recipe(epochs=10, batch=128, lr=0.1)
 _MNIST = Recipe(epochs=50, batch=64, lr=0.01)
-_CIFAR = Recipe(epochs=30, batch=128, lr=0.1, weight_decay=5e-4, cosine=True, augment=True)
+_CIFAR = Recipe(epochs=30, batch=256, lr=0.1, weight_decay=5e-4, cosine=True, augment=True)
 
 _ALL = (
     Spec(
@@ -122,8 +122,8 @@ _ALL = (
         load=cifar10n,
         build=resnet,
         recipe=_CIFAR,
-        sample=2048,
-        batch=128,
+        sample=1024,
+        batch=250,
     ),
     Spec(
         name="cifar10n-memorised",
@@ -131,8 +131,8 @@ _ALL = (
         load=cifar10n,
         build=resnet,
         recipe=replace(_CIFAR, epochs=60, weight_decay=0.0, augment=False),
-        sample=2048,
-        batch=128,
+        sample=1024,
+        batch=250,
     ),
 )
 PROBLEMS: dict[str, Spec] = {spec.name: spec for spec in _ALL}

@@ -56,6 +56,7 @@ class Memory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
+            torch.cuda.init()  # there is nothing to reset before
             torch.cuda.reset_peak_memory_stats(device)
         else:
             _forget_peak()
