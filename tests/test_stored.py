@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
+from eigentrace.chance import generator_of
 from eigentrace.errors import InputError, PrecisionWarning, UnsupportedError
 from models import CASES, dense_gradients
 
@@ -229,7 +230,7 @@ def test_the_sample_is_the_fits_own(single):
     task, data = single
     fitted = et.Arnoldi(steps=60, keep=5, sample=100, seed=4).fit(task, data)
     own, every = fitted.with_coordinates(data, 10), fitted.with_coordinates(data, 10, sample=300)
-    rows = et.Data(data).sample(100, torch.Generator().manual_seed(4))
+    rows = et.Data(data).sample(100, generator_of(4))
     subset = TensorDataset(*(t[torch.from_numpy(rows)] for t in data.tensors))
     again = fitted.with_coordinates(subset, 10)
     assert own.coordinates.total == pytest.approx(again.coordinates.total)

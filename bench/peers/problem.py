@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from bench.peers.networks import Recipe, State, accuracy, seeded, train
+from eigentrace.chance import generator_of
+from eigentrace.data.rows import draw
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,13 @@ class Problem:
     def num_parameters(self) -> int:
         """P."""
         return sum(p.numel() for p in self.spec.build().parameters())
+
+    @property
+    def curvature_set(self) -> TensorDataset | Subset:
+        """The examples that the curvature is taken on: those that our own methods draw."""
+        if self.spec.sample is None or self.spec.sample >= self.num_train:
+            return self.train_set
+        return Subset(self.train_set, draw(self.num_train, self.spec.sample, generator_of(0)).tolist())
 
     def even_batch(self, most: int = 512) -> int:
         """Return the largest batch size up to `most` that leaves no smaller last batch; N itself if there is none."""

@@ -33,7 +33,7 @@ def arnoldi(problem: Problem, folder: Path) -> Fit:
     """The Hessian's top eigenpairs; gradients of a batch at once."""
     torch.manual_seed(0)
     influence = ArnoldiInfluenceFunction(
-        hessian_dataset=torch.utils.data.Subset(problem.train_set, _sample(problem)),
+        hessian_dataset=problem.curvature_set,
         projection_dim=problem.keep,
         arnoldi_dim=problem.spec.steps,
         arnoldi_tol=_ARNOLDI_TOL,
@@ -97,8 +97,3 @@ def _layers(model: nn.Module) -> list[str] | None:
     own = [(name, module) for name, module in model.named_modules() if list(module.parameters(recurse=False))]
     supported = [name for name, module in own if isinstance(module, nn.Linear | nn.Conv2d)]
     return None if len(supported) == len(own) else supported
-
-
-def _sample(problem: Problem) -> list[int]:
-    count = problem.num_train if problem.spec.sample is None else min(problem.spec.sample, problem.num_train)
-    return torch.randperm(problem.num_train, generator=torch.Generator().manual_seed(0))[:count].tolist()

@@ -72,7 +72,7 @@ def arnoldi(problem: Problem, folder: Path) -> Fit:
             max_iter=problem.spec.steps + 1,  # one of them is the start
             regularization=regularization,
         )
-        attributor.cache(_loader(_sampled(problem), problem.num_train))
+        attributor.cache(_loader(problem.curvature_set, problem.num_train))
         if attributor.self_attribute(_loader(Subset(problem.train_set, [0]), 1)).isfinite().all():
             break
     return _Inner(attributor, problem, {f"K={problem.keep}, regularization {regularization:g}": None})
@@ -183,13 +183,6 @@ def _task(model: nn.Module, states: list[State]) -> AttributionTask:
         return F.cross_entropy(functional_call(model, params, (images.to(dtype),)), labels)
 
     return AttributionTask(loss_func=loss, model=model, checkpoints=states)
-
-
-def _sampled(problem: Problem) -> Dataset:
-    if problem.spec.sample is None:
-        return problem.train_set
-    order = torch.randperm(problem.num_train, generator=torch.Generator().manual_seed(0))
-    return Subset(problem.train_set, order[: problem.spec.sample].tolist())
 
 
 def _loader(data: Dataset, size: int) -> DataLoader:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from pydvl.influence.torch import ArnoldiInfluence, EkfacInfluence
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader
 
 from bench.peers.method import Fit
 from bench.peers.problem import Problem
@@ -90,9 +90,5 @@ def _iterated(model: nn.Module, problem: Problem, **options: Any) -> ArnoldiInfl
 
 def _loader(problem: Problem) -> DataLoader:
     """Give the curvature batches of one size: it averages over batches, not over examples."""
-    data: TensorDataset | Subset = problem.train_set
-    if problem.spec.sample is not None and problem.spec.sample < problem.num_train:
-        order = torch.randperm(problem.num_train, generator=torch.Generator().manual_seed(0))
-        data = Subset(data, order[: problem.spec.sample].tolist())
-        return DataLoader(data, batch_size=problem.spec.sample)
-    return DataLoader(data, batch_size=problem.even_batch())
+    data = problem.curvature_set
+    return DataLoader(data, batch_size=problem.even_batch() if len(data) == problem.num_train else len(data))

@@ -20,6 +20,7 @@ from eigentrace.blocks import (
     self_from_features,
     self_scores,
 )
+from eigentrace.chance import generator_of
 from eigentrace.compute import Compute
 from eigentrace.coordinates import Coordinates, check_wanted, gather
 from eigentrace.data import Data, as_data
@@ -161,7 +162,7 @@ class ProjectedFit(Fitted):
             check_counts(1, sample=sample)
         data, compute = as_data(data), checked_compute(compute)
         size = self.method.get("sample") if sample is None else sample
-        rows = data.sample(size or len(data), torch.Generator().manual_seed(self.method.get("seed", 0)))
+        rows = data.sample(size or len(data), generator_of(self.method.get("seed", 0)))
         directions = DenseRows(self.distilled.directions, self.task.layout)
         with self.task.session():
             found = gather(self.task, data.take(rows), directions, self._cut_index(), coordinates, compute)

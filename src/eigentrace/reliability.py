@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eigentrace.chance import generator_of
 from eigentrace.data import Data, as_data
 from eigentrace.errors import ConvergenceWarning, InputError
 from eigentrace.ranks import spearman
@@ -64,7 +65,7 @@ def rank_agreement(
             "eigentrace.Arnoldi."
         )
     data = as_data(data)
-    generator = torch.Generator().manual_seed(int(getattr(method, "seed", 0) if seed is None else seed))
+    generator = generator_of(getattr(method, "seed", 0) if seed is None else seed)
     halves = _halves(data, method.sample, generator)
     changes = {"sample": None} | ({"reliability": False} if hasattr(method, "reliability") else {})
     whole = dataclasses.replace(method, **changes)

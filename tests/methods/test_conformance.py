@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
+from eigentrace.chance import generator_of
 from eigentrace.errors import NumericalError, UnsupportedError
 from models import CASES, Case, dense_gradients, dense_hessian
 
@@ -38,13 +39,13 @@ def tailed(case: Case) -> Tensor:
 
 
 def gaussian(case: Case) -> Tensor:
-    generator = torch.Generator().manual_seed(3)
+    generator = generator_of(3)
     G = torch.randn(9, case.task.layout.numel, generator=generator, dtype=torch.float64)
     return G.T @ G / 9
 
 
 def picked(case: Case) -> Tensor:
-    index = torch.randperm(case.task.layout.numel, generator=torch.Generator().manual_seed(3))[:9]
+    index = torch.randperm(case.task.layout.numel, generator=generator_of(3))[:9]
     G = torch.eye(case.task.layout.numel, dtype=torch.float64)[index]
     return G.T @ G
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eigentrace.artifact import fingerprint
+from eigentrace.chance import generator_of
 from eigentrace.coordinates import check_wanted
 from eigentrace.curvature import Curvature, Kind, compiling_pays, resolve_kind
 from eigentrace.data import Data
@@ -108,7 +109,7 @@ class Arnoldi:
                 much), and stays when the fit is done: remove it once the fit is saved.
         """
         task, data, size = ready(task, data, num_train)
-        generator = torch.Generator().manual_seed(int(self.seed))
+        generator = generator_of(self.seed)
         with task.session(), self._opened(resume, task, data, size, generator) as saved:
             distilled = distill(self._krylov(task, data, generator, saved), self.keep)
         warn_unless_converged(distilled.spectrum)
@@ -190,7 +191,7 @@ class InverseArnoldi:
         """Diagonalise the inverse curvature; see `Method.fit` for the arguments."""
         solved = self.solver.fit(task, data, num_train=num_train)
         task = solved.task
-        start = _normal(task, torch.Generator().manual_seed(int(self.seed)))
+        start = _normal(task, generator_of(self.seed))
         with task.session():
             krylov = arnoldi(lambda v: solved.solve(v[None])[0], start, self.steps)
             distilled = distill(krylov, self.keep)

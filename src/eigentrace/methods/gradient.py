@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from eigentrace.chance import generator_of
 from eigentrace.checkpoints import Source, find_checkpoints
 from eigentrace.errors import InputError
 from eigentrace.methods.method import ready
@@ -34,7 +35,7 @@ class RandProj:
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
         """Draw the rows; see `Method.fit` for the arguments."""
         task, data, size = ready(task, data, num_train)
-        generator = torch.Generator().manual_seed(int(self.seed))
+        generator = generator_of(self.seed)
         matrix = normal((self.keep, task.layout.numel), generator, task.layout)
         weights = torch.full((self.keep,), 1 / self.keep, dtype=torch.float64, device="cpu")
         block = Block(DenseRows(matrix, task.layout), weights)
@@ -59,7 +60,7 @@ class RandSelect:
         task, data, size = ready(task, data, num_train)
         if self.keep > task.layout.numel:
             raise InputError(f"keep={self.keep} is more than the {task.layout.numel} selected parameters: lower keep.")
-        generator = torch.Generator().manual_seed(int(self.seed))
+        generator = generator_of(self.seed)
         index = torch.randperm(task.layout.numel, generator=generator, device="cpu")[: self.keep].sort().values
         block = Block(UnitRows(index, task.layout), torch.ones(self.keep, dtype=torch.float64, device="cpu"))
         return ProjectedFit(task, (block,), settings_of(self), size)

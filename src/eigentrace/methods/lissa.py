@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eigentrace.chance import generator_of
 from eigentrace.curvature import HELD_EXAMPLES, Curvature, Kind, resolve_kind
 from eigentrace.errors import InputError, NumericalError
 from eigentrace.krylov import lanczos, ritz
@@ -55,7 +56,7 @@ class Lissa:
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> SolvedFit:
         """Draw the batches and settle the scale; see `Method.fit` for the arguments."""
         task, data, size = ready(task, data, num_train)
-        generator = torch.Generator().manual_seed(int(self.seed))
+        generator = generator_of(self.seed)
         draws = [data.sample(self.batch_size, generator) for _ in range(self.depth * self.repeats)]
         with task.session():
             kind = resolve_kind(self.curvature, task)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from eigentrace.backing import Features, TangentFit, check_classifier, left_out
+from eigentrace.chance import generator_of
 from eigentrace.data import Data
 from eigentrace.errors import InputError
 from eigentrace.fitted import checked_compute
@@ -52,7 +53,7 @@ class TangentRidge:
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> TangentFit:
         """Regress the labels of the training data on its features; see `Method.fit` for the arguments."""
         task, data, size = ready(task, data, num_train)
-        generator = torch.Generator().manual_seed(int(self.seed))
+        generator = generator_of(self.seed)
         with task.session():
             classes = check_classifier(task, data, "TangentRidge")
             rows = normal((self.keep, task.layout.numel), generator, task.layout)
