@@ -23,7 +23,7 @@ _CPU_INTENSITY = 8.0
 # Carrying rows through tokens runs at 450 to 700 TFLOP/s, the products of written-out gradients at full speed.
 _CARRYING = 1.2
 # Written-out gradients at a time. A GPU wants long products; on a CPU a chunk should stay in the cache.
-_LARGEST_CHUNK = {"cuda": 2**30, "cpu": 2**22}
+_LARGEST_CHUNK = {"cuda": 2**30, "cpu": 2**24}
 _LARGEST_GATHER = {"cuda": 2**30, "cpu": 2**20}
 # Share of a grid of rotated coordinates from which on all of it is computed: picking runs that much slower per number.
 _GRID_SHARE = 8

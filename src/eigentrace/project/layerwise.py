@@ -22,7 +22,7 @@ from eigentrace.project.engine import Engine, Gather, Job, Projection
 from eigentrace.project.taps import Plan, Taps, UnplannedError, returned, survey
 from eigentrace.project.traces import READ_MANY
 from eigentrace.project.watch import Watched
-from eigentrace.rows import DensePart, NarrowedRows, Part
+from eigentrace.rows import DensePart, NarrowedRows, Part, apply
 from eigentrace.task import Values
 
 # Examples that planning looks at, at first and when a later batch shows something new.
@@ -225,13 +225,34 @@ class Layerwise:
         several = listed or self._batches <= _ALL_AUDITED
         for example in {0, size - 1, self._batches % size} if several else {self._batches % size}:
             # Among copies of itself an example meets the same shapes and kernels: what rounding did is the same, too.
-            if self._differs(job, batch, size, found, example, 1) and self._differs(
-                job, batch, size, found, example, size
+            if (
+                not self._is_as_trained(job, batch, size, found, example)
+                and self._differs(job, batch, size, found, example, 1)
+                and self._differs(job, batch, size, found, example, size)
             ):
                 self._give_up(
                     f"example {example} of batch {self._batches} has other gradients among the {size} than by itself: "
                     "the model moves examples in a way that rules cannot follow"
                 )
+
+    def _is_as_trained(self, job: Job, batch: Any, size: int, found: Projection, example: int) -> bool:
+        """Tell whether an example's numbers are those of its gradient alone, taken as in training.
+
+        That is the whole truth about an example and costs less than a tapped pass. Where it says no, rounding may be
+        the reason (bfloat16 and TF32 round both in their own ways), and tapped passes decide.
+        """
+        task, without = job.task, self._ways[0].plan.without_rule
+        if task.is_bf16 or 2 * task.layout.numel * task.layout.dtype.itemsize > job.budget:
+            return False
+        alone = _gradients(job, select(batch, slice(example, example + 1), size))
+        # Last ones first, as a backward pass meets them: rows that are streamed come in that order.
+        ruled = {name: alone[name][None] for name in reversed(alone) if name not in without}
+        if not ruled:
+            return False
+        norm = torch.stack([torch.linalg.vector_norm(g, dtype=task.layout.dtype) for g in ruled.values()]).norm()
+        features = apply(job.rows, ruled)[0].to(task.layout.dtype)
+        mine = features if found.square_norms is None else torch.cat([features, norm[None]])
+        return not _is_other(mine, found, example, _AUDIT_TOL[task.layout.dtype])
 
     def _differs(self, job: Job, batch: Any, size: int, found: Projection, example: int, copies: int) -> bool:
         """Tell whether copies of an example by themselves give other numbers than it got in its batch."""
@@ -242,10 +263,8 @@ class Layerwise:
             return False  # by itself it is treated in another way
         if float((own.losses[0] - found.losses[example]).abs()) > _SAME_LOSS * float(found.losses.abs().max()):
             return False  # something that all examples share was cut up with them: this is another example
-        mine, everything = _with_norms(own)[0], _with_norms(found)
-        scale = float(everything.abs().max()) if everything.numel() else 0.0
         tol = _BF16_AUDIT_TOL if job.task.is_bf16 else _AUDIT_TOL[job.task.layout.dtype]
-        return float((mine - everything[example]).norm()) > tol * max(float(mine.norm()), _SMALL_SHARE * scale)
+        return _is_other(_with_norms(own)[0], found, example, tol)
 
     def _give_up(self, why: str) -> NoReturn:
         """Leave the job to other engines while every batch so far was looked at; later, nothing less than stop."""
@@ -258,6 +277,13 @@ def _with_norms(found: Projection) -> Tensor:  # (B, K + 1)
     if found.square_norms is None:
         return found.features
     return torch.cat([found.features, found.square_norms.sqrt()[:, None]], dim=1)
+
+
+def _is_other(mine: Tensor, found: Projection, example: int, tol: float) -> bool:  # (K + 1,)
+    """Compare an example's numbers with those it got in its batch."""
+    everything = _with_norms(found)
+    scale = float(everything.abs().max()) if everything.numel() else 0.0
+    return float((mine - everything[example]).norm()) > tol * max(float(mine.norm()), _SMALL_SHARE * scale)
 
 
 def tapped(plan: Plan, job: Job, batch: Any, size: int) -> Projection:
