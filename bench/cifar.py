@@ -15,5 +15,10 @@ def read_cifar_shard(path: Path) -> tuple[Tensor, Tensor]:  # (5000, 3, 32, 32),
         pixels = np.cumsum(np.cumsum(file["d"], 2, dtype=np.uint8), 3, dtype=np.uint8)
         labels = torch.from_numpy(file["y"].astype(np.int64))
     pixels[:, [0, 2]] += pixels[:, 1:2]
+    return normalised(pixels), labels
+
+
+def normalised(pixels: np.ndarray) -> Tensor:  # (N, 3, 32, 32) uint8 -> (N, 3, 32, 32)
+    """Scale pixels so that each colour has mean 0 and variance 1 over the training images."""
     mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (_MEAN, _STD))
-    return (torch.from_numpy(pixels).float() / 255 - mean) / std, labels
+    return (torch.from_numpy(pixels).float() / 255 - mean) / std
