@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 PEERS := .venv-peers
 BROWSER := tests/browser/node_modules/.installed
 
-.PHONY: setup demo test test-slow check format bench-small peers clean
+.PHONY: setup demo test test-slow check format bench-small experiments-small peers clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,13 @@ check: setup
 bench-small: setup
 	$(BIN)/python -m bench.projection --small
 	$(BIN)/python -m bench.curvature --small
+
+# Every experiment of the paper at toy size, to see that all run; results go to runs/, docs/results/paper.md has the real ones.
+EXPERIMENTS := mnist_small mnist_large mnist_long mnist_neighbours inverse_arnoldi vit_cifar image_exemplars resnet_curve scaling
+experiments-small: setup
+	for name in $(EXPERIMENTS); do \
+		$(BIN)/python -m experiments.$$name --small --out runs/experiments-small || exit 1; \
+	done
 
 # Hours on a CPU; PEERS_OPTIONS="--problems digits --repeats 2" for some of it. docs/peers.md says what is compared.
 peers: $(PEERS)/.installed
