@@ -53,6 +53,8 @@ class Experiment:
     """Draws what one machine measured: SVG by a word that goes into the file's name. Called with `small`."""
     options: Callable[[argparse.ArgumentParser], None] = no_options
     """Adds what only this experiment understands to the command line."""
+    verdict: str = ""
+    """What the full size showed, where it agrees with the paper and where not: Markdown, written after it ran."""
 
 
 @dataclass(frozen=True)
@@ -154,15 +156,23 @@ def render(experiment: Experiment, out: Path, *, small: bool) -> None:
     name = stem(experiment.name, small=small)
     command = f"python -m experiments.{experiment.name}" + (" --small" if small else "")
     lines = [*heading(experiment.title + (", small" if small else ""), command, name), "", experiment.about]
+    if experiment.verdict and not small:
+        lines += ["", "## What it shows", "", experiment.verdict]
     out.mkdir(parents=True, exist_ok=True)
     for machine, records in read(out / f"{name}.json").items():
-        lines += ["", f"## {machine}", "", *experiment.tables(records)]
         for word, svg in experiment.figures(records, small=small).items():
-            figure = figure_name(name, word, machine)
-            (out / figure).write_text(svg, encoding="utf-8")
-            lines += ["", f"![{experiment.title}: {word}]({figure})"]
-        lines += ["", *runs_of(records)]
+            (out / figure_name(name, word, machine)).write_text(svg, encoding="utf-8")
+        lines += ["", f"## {machine}", "", *shown_on(experiment, machine, records, small=small), "", *runs_of(records)]
     (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def shown_on(experiment: Experiment, machine: str, records: Records, *, small: bool) -> list[str]:
+    """Lay out what one machine measured: tables, then figures."""
+    lines = list(experiment.tables(records))
+    name = stem(experiment.name, small=small)
+    for word in experiment.figures(records, small=small):
+        lines += ["", f"![{experiment.title}: {word}]({figure_name(name, word, machine)})"]
+    return lines
 
 
 def figure_name(name: str, word: str, machine: str) -> str:

@@ -1,0 +1,66 @@
+"""One page with every experiment of the paper: what the full sizes showed, from the results that are there.
+
+python -m experiments.paper    # after an experiment ran, or its verdict was written: writes docs/results/paper.md
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from bench.record import read
+from experiments.frame import Experiment, shown_on
+
+NAMES = (
+    *("mnist_small", "mnist_large", "mnist_long", "mnist_neighbours", "inverse_arnoldi"),
+    *("vit_cifar", "image_exemplars", "resnet_curve", "scaling"),
+)
+"""Modules, in the order of the page."""
+
+INTRODUCTION = """\
+<!-- Written by `python -m experiments.paper` from the results beside it: edits here are lost. -->
+
+# The paper's experiments
+
+*Scaling Up Influence Functions* (Schioppa, Zablotskaia, Vilar, Sokolov, 2021), run again with this package. The paper's
+rows are its estimator (the Hessian, nothing beyond the kept directions); beside them stands what the package adds: a
+tail for the other directions, and the loss of each example, which costs one pass and no curvature at all. Numbers of
+the paper are quoted from its tables and text. Each experiment is one command, has a page of its own with its settings,
+and a `--small` form that runs on anybody's machine; `make experiments-small` runs them all."""
+
+
+def experiments() -> list[Experiment]:
+    """Import all experiments."""
+    return [import_module(f"experiments.{name}").EXPERIMENT for name in NAMES]
+
+
+def page(out: Path) -> str:
+    """Write the page from the results in a folder."""
+    lines = [INTRODUCTION]
+    for experiment in experiments():
+        lines += ["", f"## {experiment.title}", ""]
+        results = read(out / f"{experiment.name}.json")
+        command = f"`python -m experiments.{experiment.name}`"
+        if not results:
+            lines.append(f"Not run at full size yet: {command}.")
+            continue
+        lines.append(f"Settings and runs: [{experiment.name}.md]({experiment.name}.md); {command}.")
+        lines += ["", experiment.verdict] if experiment.verdict else []
+        for machine, records in results.items():
+            lines += ["", f"**{machine}**", "", *shown_on(experiment, machine, records, small=False)]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the page."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.paper", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results and the page")
+    out = parser.parse_args(argv).out
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "paper.md").write_text(page(out), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
