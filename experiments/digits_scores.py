@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
-from bench.measure import Cell, synchronize
+from bench.measure import Cell, reason, synchronize
 from bench.record import Notes, Record, shown, table
-from eigentrace.errors import EigentraceWarning
+from eigentrace.errors import ConvergenceWarning, EigentraceWarning
 from eigentrace.evaluate import retrieval
-from experiments.digits_noise import Subject, dataset
+from experiments.digits_noise import NoisyDigits, Subject, dataset
 from experiments.frame import Part
 from experiments.models.mnist_large import stream, with_small_top
 
@@ -52,7 +52,7 @@ SMALL = Size(keeps=(1, 3), steps=4, sample=32, draws=2, depths=(1, 2))
 
 def lissa_option(parser: argparse.ArgumentParser) -> None:
     """Let the command line say on how much LiSSA is scored."""
-    parser.add_argument("--lissa-rows", type=int, default=300, help="digits that LiSSA is scored on")
+    parser.add_argument("--lissa-rows", type=int, default=640, help="digits that LiSSA is scored on")
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Timed:
     value: Any
     seconds: float
     warning: str | None
+    unsettled: str | None
+    """That the last eigenpairs have not settled, which concerns only cuts that have them."""
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> Timed:
@@ -73,8 +75,29 @@ def timed(work: Callable[[], Any], device: torch.device) -> Timed:
         value = work()
         synchronize(device)
         seconds = time.perf_counter() - start
-    told = [str(w.message) for w in caught if issubclass(w.category, EigentraceWarning)]
-    return Timed(value, seconds, told[0] if told else None)
+    told = [w for w in caught if issubclass(w.category, EigentraceWarning)]
+    unsettled = [str(w.message) for w in told if issubclass(w.category, ConvergenceWarning)]
+    others = [str(w.message) for w in told if not issubclass(w.category, ConvergenceWarning)]
+    return Timed(value, seconds, next(iter(others), None), next(iter(unsettled), None))
+
+
+def once(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Do some work when it is first asked for. What several numbers need and cannot be had is not tried again."""
+
+    @cache
+    def outcome() -> tuple[Any, str | None]:
+        try:
+            return work(), None
+        except Exception as error:  # kept as text: an error keeps the tensors of the failed call alive
+            return None, reason(error)
+
+    def ask() -> Any:
+        value, failure = outcome()
+        if failure is not None:
+            raise RuntimeError(failure)
+        return value
+
+    return ask
 
 
 def gradient_rows(subject: Subject, size: Size) -> Rows:
@@ -117,7 +140,7 @@ def arnoldi_rows(subject: Subject, size: Size, *, every: bool = True) -> Rows:
     if every:
         methods |= {TAIL_ALL: own_arnoldi(size, seed, None)}
     for family, method in methods.items():
-        fit = cache(partial(timed, partial(method.fit, subject.task, subject.digits.data), _device(subject)))
+        fit = once(partial(timed, partial(method.fit, subject.task, subject.digits.data), _device(subject)))
         for keep in size.keeps:
             yield f"{family}, K={keep}", lambda fit=fit, keep=keep: _cut(subject, fit(), keep)  # type: ignore[misc]
 
@@ -145,7 +168,10 @@ def measure(part: Part, subject: Subject, rows: Rows) -> None:
 
 
 def over_seeds(records: Iterable[Record]) -> dict[str, Cell]:
-    """Gather the cells of some parts by row, averaged over seeds, in the order of the tables."""
+    """Gather the cells of some parts by row, in the order of the tables, as means over seeds.
+
+    Rows without a standard deviation over draws get the one over seeds.
+    """
     by_row: dict[str, list[Cell]] = {}
     for record in records:
         for name, cell in record["cells"].items():
@@ -153,8 +179,19 @@ def over_seeds(records: Iterable[Record]) -> dict[str, Cell]:
     return {name: _averaged(by_row[name]) for name in sorted(by_row, key=_place)}
 
 
+def trainings(records: Iterable[Record]) -> list[str]:
+    """Say how many trainings the numbers are of, and what their standard deviations are over."""
+    seeds = {name.rpartition(", seed ")[2] for record in records for name in record["cells"]}
+    if len(seeds) < 2:
+        return []
+    text = (
+        f"Means over {len(seeds)} trainings, each with noise and first weights of its own. ± is the standard deviation"
+    )
+    return [f"{text} over draws where a method draws rows, else over trainings.", ""]
+
+
 def quality(cell: Cell | None, key: str, notes: Notes | None = None) -> str:
-    """Write AUC or AP in percent, with the standard deviation over draws where there are several.
+    """Write AUC or AP in percent, with the standard deviation over draws or seeds where there are several.
 
     A row has one note, marked where `notes` is given.
     """
@@ -201,14 +238,16 @@ def _averaged(cells: list[Cell]) -> Cell:
     if len(good) < 2:
         return (good or cells)[0]
     keys = [key for key, value in good[0].items() if isinstance(value, int | float)]
-    return good[0] | {key: mean(cell[key] for cell in good if key in cell) for key in keys}
+    means = {key: mean(cell[key] for cell in good if key in cell) for key in keys}
+    both = [key for key in ("auc", "ap") if all(key in cell for cell in good)]
+    return {f"{key}_sd": stdev(cell[key] for cell in good) for key in both} | good[0] | means
 
 
 def _measured(subject: Subject, methods: list[Any]) -> Cell:
     """Fit and score; several draws of one method give the mean, its spread, and the median time."""
     data, device = subject.digits.data, _device(subject)
     fits = (timed(partial(method.fit, subject.task, data), device) for method in methods)
-    cells = [_scored(subject, fit.value, fit) for fit in fits]
+    cells = [_scored(subject, fit.value, fit, warm=len(methods) == 1) for fit in fits]
     if len(cells) == 1:
         return cells[0]
     spread = {f"{key}_sd": stdev(cell[key] for cell in cells) for key in ("auc", "ap")}
@@ -219,15 +258,21 @@ def _measured(subject: Subject, methods: list[Any]) -> Cell:
 def _cut(subject: Subject, fit: Timed, keep: int) -> Cell:
     found = len(fit.value.spectrum.eigenvalues)  # fewer where no more curvature is left
     cell = _scored(subject, fit.value.distill(keep=min(keep, found)), fit)
-    if keep < found:  # what has not settled are the last pairs, which this cut leaves out
-        cell.pop("note", None)
-    return cell
+    told = [text for text in (fit.warning, fit.unsettled if keep >= found else None) if text is not None]
+    return cell | {"note": " ".join(told)} if told else cell
 
 
-def _scored(subject: Subject, fitted: et.Fitted, fit: Timed) -> Cell:
+def _scored(subject: Subject, fitted: et.Fitted, fit: Timed, *, warm: bool = True) -> Cell:
+    if warm:
+        warm_up(fitted, subject.digits)
     scores = timed(lambda: fitted.self_influence(subject.digits.data), _device(subject))
     cell = _cell(scores.value, subject.digits.is_wrong) | {"seconds": scores.seconds, "fit_seconds": fit.seconds}
     return cell if fit.warning is None else cell | {"note": fit.warning}
+
+
+def warm_up(fitted: et.Fitted, digits: NoisyDigits, count: int = 64) -> None:
+    """Score a few digits, so that what a process loads once is not in the time that is measured next."""
+    fitted.self_influence(dataset(digits.images[:count], digits.labels[:count]))
 
 
 def _lissa(subject: Subject, task: et.Task, depth: int, count: int) -> Cell:
@@ -236,6 +281,7 @@ def _lissa(subject: Subject, task: et.Task, depth: int, count: int) -> Cell:
     rows = torch.randperm(number, generator=stream(subject.seed, "rows of LiSSA"))[:count].to(device)
     fit = timed(lambda: et.Lissa(depth=depth, curvature="hessian", seed=subject.seed).fit(task, digits.data), device)
     some = dataset(digits.images[rows], digits.labels[rows])
+    warm_up(fit.value, digits, 1)
     scores = timed(lambda: fit.value.self_influence(some), device)
     cell = _cell(scores.value, digits.is_wrong[rows]) | {"fit_seconds": fit.seconds, "rows": len(rows)}
     cell |= {"seconds": scores.seconds * number / len(rows)}

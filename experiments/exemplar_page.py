@@ -32,17 +32,17 @@ What runs here is smaller. *CIFAR-10*: its first 15,000 training images, a resid
 flips and shifts, once on the published labels and once on labels that people gave (CIFAR-10N, the worst of three), of
 which it is known which are wrong. *Photos*: 250 of ImageNet at 64 pixels, 25 for each of Imagenette's ten classes, and
 a network of the same kind trained from scratch with crops, mirroring and changes of colour. So few photos make a weak
-network: its accuracy on 60 others is stated. For twenty of the 250 at most two of five people chose the given label.
-These count as wrong, but they are not outliers here: twelve of them are labelled "cassette player", and what people
-took them for (a thing much like it, of ImageNet's thousand) need not be among the ten classes, so that no photo
-contradicts them.
+network: its accuracy on 60 others is stated. For twenty of the 250 at most two of five people chose the given label;
+nobody was asked about most of the others. These twenty count as wrong, but need not be outliers here: twelve of them
+are labelled "cassette player", and what people took them for (a thing much like it, of ImageNet's thousand) need not be
+among the ten classes, so that no photo would contradict them.
 
 Each problem is fitted with the paper's settings (200 products of the Hessian on 512 images, ten eigenpairs, nothing
-beyond them) and with ours (Gauss-Newton on 2,048 images, fifty eigenpairs, and a tail), scored into a run, and asked by
-`run.explain`. With ten classes, ten labels would be no filter: proponents and opponents come from the three most
-probable. A picture is a candidate for its own explanation, as in the paper, unless its label is not among those; what
-is said about proponents and opponents leaves it out. 100 random training pictures were explained, and the first two are
-drawn.
+beyond them; one sample stands for new batches) and with ours (200 products of Gauss-Newton on 2,048 images, fifty
+eigenpairs, and a tail), on all photos where there are fewer. Then it is scored into a run and asked by `run.explain`.
+With ten classes, ten labels would be no filter: proponents and opponents come from the three most probable. A picture
+is a candidate for its own explanation, as in the paper, unless its label is not among those; what is said about
+proponents and opponents leaves it out. 100 random training pictures were explained, and the first two are drawn.
 
 The full size takes minutes on a GPU; `--small` puts digits in the place of both, smaller networks and fewer products.
 Photos come under ImageNet's terms, for research only: they are drawn with `--photos-figure` alone."""

@@ -33,6 +33,7 @@ from experiments.digits_scores import (
     over_seeds,
     quality,
     seconds,
+    trainings,
 )
 from experiments.frame import Experiment, Records, Session, main
 from experiments.models.mnist_large import SMALL as SMALL_RECIPE
@@ -73,11 +74,13 @@ score all 6,000 digits on a V100. Arnoldi had 200 products with the Hessian of 5
 
 **Here**, at the same size: the same network, recipe (the example's: batches of 128, step size 0.1, momentum 0.9) and
 noise, on the digits that travel with the package or, with `--data`, on another tenth of MNIST for each seed of
-`--seeds`. T includes planning the pass and, for several checkpoints, loading them; "fit" is what happens once before.
+`--seeds`. T includes planning the pass and, for several checkpoints, loading them, but not what a process loads once: a
+few digits are scored before. "Fit" is what happens once before scoring.
 
-- LiSSA solves for one gradient after the other, 32 at a time through each batch of 32 digits. It is scored on
-  `--lissa-rows` random digits, and its T is scaled up to all. A tenth of Θ is the last layer and the weights into 26 of
-  the 256 hidden units: one matrix holds 97% of the parameters, and the paper does not say which tenth it took.
+- LiSSA takes the Hessian of another 32 digits in each iteration, where the paper speaks of one, and 32 gradients go
+  through it at a time. It is scored on `--lissa-rows` random digits, and its T is scaled up to all. A tenth of Θ is the
+  last layer and the weights into 26 of the 256 hidden units: one matrix holds 97% of the parameters, and the paper does
+  not say which tenth it took.
 - TracIn: C checkpoints, the last or one after each epoch. RandProj and RandSelect: mean and standard deviation over 20
   draws (the paper's over 20 runs: 0.1 of AUC and 0.7 of AP, for RandProj).
 - Arnoldi is the paper's estimator: Hessian, the largest |λ|, nothing beyond them, new digits for every product. "One
@@ -87,12 +90,15 @@ noise, on the digits that travel with the package or, with `--data`, on another 
   number of products; the loss of each digit, and its mean over the ten checkpoints, cost one pass per checkpoint and
   need no gradient.
 
-The full size takes minutes on a GPU, where most of it is LiSSA; on a CPU leave out the part `lissa` and expect most of
-an hour."""
+The full size takes minutes on a GPU; on a CPU leave out the part `lissa` and expect most of an hour."""
+
+
+def _lissa_digits(session: Session) -> int:
+    return 20 if session.small else int(session.settings.lissa_rows)
 
 
 def _rows(session: Session) -> dict[str, Callable[[Subject, Size], Rows]]:
-    count = 20 if session.small else session.settings.lissa_rows
+    count = _lissa_digits(session)
     return {
         "losses": loss_rows,
         "gradients": gradient_rows,
@@ -104,7 +110,8 @@ def _rows(session: Session) -> dict[str, Callable[[Subject, Size], Rows]]:
 def _part(name: str) -> Callable[[Session], None]:
     def measured(session: Session) -> None:
         size, recipe, digits = (SMALL, SMALL_RECIPE, 300) if session.small else (Size(), Recipe(), 6000)
-        settings = {"digits": digits, "source": source_name(session), "epochs": recipe.epochs}
+        settings = {"digits": digits, "source": source_name(session), "epochs": recipe.epochs, "size": repr(size)}
+        settings |= {"rows": _lissa_digits(session)} if name == "lissa" else {}
         part = session.part(name, f"Self-influence: {name}", settings)
         for seed in session.seeds:
             trained = subject(session, recipe, seed, digits)
@@ -122,7 +129,7 @@ def tables(records: Records) -> list[str]:
     lines = [] if network is None else [*accuracies(network, PAPER_ACCURACY), ""]
     headings = ("method", "AUC", "paper", "AP", "paper", "T (s)", "paper", "fit (s)", "paper")
     lines += table(headings, [_line(name, cell, notes) for name, cell in rows.items()])
-    return [*lines, "", *notes.lines()]
+    return [*trainings(records.values()), *lines, "", *notes.lines()]
 
 
 def _line(name: str, cell: Cell, notes: Notes) -> tuple[str, ...]:

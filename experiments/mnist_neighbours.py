@@ -8,7 +8,6 @@ python -m experiments.mnist_neighbours --small                    # a toy of it,
 import base64
 import sys
 from dataclasses import dataclass
-from functools import cache
 from statistics import mean
 from typing import Any
 
@@ -22,7 +21,7 @@ from bench.record import Record, table
 from eigentrace.shown.png import encode_png
 from experiments import digits_noise
 from experiments.digits_noise import NoisyDigits, Subject, dataset, source_name, subject
-from experiments.digits_scores import SMALL, Size, own_arnoldi, paper_arnoldi, timed
+from experiments.digits_scores import SMALL, Size, once, own_arnoldi, paper_arnoldi, timed, trainings
 from experiments.frame import Experiment, Part, Records, Session, main
 from experiments.models.mnist_large import SMALL as SMALL_RECIPE
 from experiments.models.mnist_large import Recipe, stream
@@ -78,7 +77,7 @@ def measure(session: Session) -> None:
     size = SMALL if session.small else Size(keeps=(10,))
     recipe, digits, count = (SMALL_RECIPE, 300, 10) if session.small else (Recipe(), 6000, 100)
     settings = {"digits": digits, "source": source_name(session), "epochs": recipe.epochs, "queries": count}
-    part = session.part("neighbours", "Proponents and opponents", settings | {"shown": SHOWN})
+    part = session.part("neighbours", "Proponents and opponents", settings | {"shown": SHOWN, "size": repr(size)})
     for seed in session.seeds:
         trained = subject(session, recipe, seed, digits)
         methods = {
@@ -91,12 +90,12 @@ def measure(session: Session) -> None:
 
 def _estimated(part: Part, trained: Subject, name: str, method: et.Arnoldi, count: int) -> None:
     digits = trained.digits
-    fit = cache(lambda: timed(lambda: method.fit(trained.task, digits.data), digits.images.device).value)
+    fit = once(lambda: timed(lambda: method.fit(trained.task, digits.data), digits.images.device).value)
     for kind in KINDS:
         queries = queries_of(digits, kind, trained.seed, count)
         for normalised in NORMALISED:
-            found = cache(
-                lambda queries=queries, normalised=normalised: neighbours(
+            found = once(
+                lambda queries=queries, normalised=normalised: neighbours(  # type: ignore[misc]
                     fit(), digits, queries, "gradient" if normalised == "yes" else None
                 )
             )
@@ -172,7 +171,7 @@ def tables(records: Records) -> list[str]:
                     numbers = [_mean(found, key) for key in ("same_given", "same_digit", "wrong")]
                     said = PAPER[kind, side, normalised] if name == "paper" else "–"
                     body.append((f"{kind_words}, {side}, {words}", estimator, *numbers, said))
-    return table(headings, body)
+    return [*trainings(records.values()), *table(headings, body)]
 
 
 def _mean(cells: list[Cell], key: str) -> str:

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from eigentrace.evaluate import Loop, RetrainingCurves, retraining_curves, retri
 from eigentrace.report.curves import Curve, curves_svg
 from experiments.cifar import Images, load
 from experiments.frame import Experiment, Records, Session, main
-from experiments.models.kept import kept, name_of
+from experiments.models.kept import keep, kept, name_of
 from experiments.models.resnet import Recipe, train_resnet
 from experiments.noise_problems import ResNet, accuracy
 
@@ -36,6 +36,8 @@ SCORES = {"paper": "Self-influence, K = 10 (paper)", "tail": "Self-influence wit
 ENDS: tuple[Literal["top"], Literal["bottom"]] = ("top", "bottom")
 LABELS = {"clean": "Published labels", "worse": "Labels of people (CIFAR-10N, worst of three)"}
 RANDOM = "random"
+Scored = tuple[Tensor, float]
+"""Scores of the training images, and the seconds that they took."""
 ABOUT = """\
 **The paper** scored ImageNet by self-influence (ResNet-50, the top 10 eigenpairs), removed growing shares from the top
 or the bottom of the ranking, trained again, and drew the test accuracy in a figure, without numbers. Removing the
@@ -44,7 +46,7 @@ memorised ones.
 
 **Here** the data is 15,000 images of CIFAR-10 with 5,000 of its test images, the network a ResNet of eight layers, 32
 wide (308,266 parameters). A training lasts 20 epochs in batches of 750 images, seconds on a GPU, because every curve
-takes fifteen of them: five shares, three seeds. Longer ones would be more accurate and memorise more. With less data
+takes twelve of them: four shares, three seeds. Longer ones would be more accurate and memorise more. With less data
 the same epochs are fewer steps, for the random control too. Networks of one seed are alike but for their data.
 
 - *paper*: the top 10 eigenpairs of the Hessian by 200 products on new batches of 512 images, no tail.
@@ -53,7 +55,7 @@ the same epochs are fewer steps, for the random control too. Networks of one see
 - *random*: another random order for every seed.
 
 All scores are of one network trained on everything, with a seed of its own. With `--labels worse` the labels are those
-that people gave, about 40% of them wrong: there, dropping the top should help.
+that people gave, about 40% of them wrong: there, one would expect that dropping the top helps.
 
 `python -m experiments.resnet_curve --data FOLDER` runs the published labels, minutes on a GPU; `--labels clean,worse`
 runs both. `--download` fetches the public archive of 50,000 images, of which `--examples` (15,000) are used.
@@ -66,7 +68,7 @@ class Size:
 
     examples: int = 15_000
     tests: int = 5_000
-    shares: tuple[float, ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
+    shares: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5)
     seeds: int = 3
     steps: int = 200
     """Products of the paper's estimator, on new batches of `spread` images each."""
@@ -77,6 +79,13 @@ class Size:
     stride: int = 1
     """Takes every so many pixels."""
     recipe: Recipe = field(default_factory=Recipe)
+
+    @property
+    def methods(self) -> dict[str, Any]:
+        """How each score is made."""
+        paper = et.Arnoldi(self.steps, 10, "hessian", None, sample=self.spread, spread=True, compile=False)
+        ours = et.Arnoldi(self.tail_steps, self.tail_keep, sample=self.sample, compile=False)
+        return {"paper": paper, "tail": ours, "loss": et.Loss()}
 
 
 SMALL = Size(300, 300, (0.2, 0.5), 2, 12, 50, 20, 5, 100, 2, Recipe(6, 8, 30, lr=0.2, augment=False))
@@ -93,6 +102,12 @@ class Trained:
     model: nn.Module
     size: Size
 
+    @cached_property
+    def name(self) -> str:
+        """Names the folder of its trainings after all that they depend on."""
+        images = self.images
+        return name_of("resnet_curve", self.size.recipe, images.train, self.labels, images.test, images.test_labels)
+
     @property
     def data(self) -> et.Data:
         """The training images with their given labels."""
@@ -100,18 +115,10 @@ class Trained:
 
     def score(self, name: str) -> Tensor:  # (N,)
         """Score every training image."""
-        size, task = self.size, et.classification(self.model)
-        methods: dict[str, Any] = {
-            "paper": et.Arnoldi(
-                size.steps, 10, curvature="hessian", tail=None, sample=size.spread, spread=True, compile=False
-            ),
-            "tail": et.Arnoldi(size.tail_steps, size.tail_keep, sample=size.sample, compile=False),
-            "loss": et.Loss(),
-        }
         with warnings.catch_warnings():
             # The network has kinks, as the paper's has: its Hessian is not the difference of its gradients.
             warnings.simplefilter("ignore", PrecisionWarning)
-            fitted = methods[name].fit(task, self.data)
+            fitted = self.size.methods[name].fit(et.classification(self.model), self.data)
         scores: Tensor = fitted.self_influence(self.data)
         return scores.double().cpu()
 
@@ -120,7 +127,6 @@ def measure(session: Session) -> None:
     """Measure the curves for each kind of labels that the command line asks for."""
     if session.device.type == "cuda":
         torch.backends.cudnn.allow_tf32 = False
-        torch.backends.cudnn.benchmark = True
     for labels in session.settings.labels:
         _measure(session, labels)
 
@@ -134,34 +140,51 @@ def _measure(session: Session, labels: str) -> None:
         return
     trained, facts = _trained(session, labels, size)
     part.cell("network", lambda: facts)
-    scores = cache(trained.score)
-    # The loss first: the others are compared with it, which must not count as their time, or theirs as its.
-    for name in sorted(asked.scores, key=lambda name: name != "loss"):
+    scores = cache(partial(scored, trained, asked.cache))
+    for name in asked.scores:
         part.cell(name, lambda name=name: _described(trained, scores, name))  # type: ignore[misc]
     curves = partial(_curves, trained, asked.cache, scores)
-    # Every call trains the control along, which a cache spares the later ones.
-    part.cell(RANDOM, lambda: _cell(curves(asked.scores[0], "top"), RANDOM))
+    # Every call trains the control along, which a cache spares the later ones. The loss is the last of the scores, and
+    # the least likely to fail.
+    part.cell(RANDOM, lambda: _cell(curves(asked.scores[-1], "top"), RANDOM))
     for score in asked.scores:
         for end in ENDS:
             part.cell(cell_name(end, score), lambda s=score, e=end: _cell(curves(s, e), s))  # type: ignore[misc]
 
 
+def scored(trained: Trained, folder: Path, name: str) -> Scored:
+    """Score every training image, or read what was scored before, with the seconds that it took.
+
+    Another fit on a GPU rounds otherwise and ranks a few images otherwise. Trainings that were kept would then be of
+    other images, and a curve that was cut off would begin again.
+    """
+    weights = trained.model.state_dict().values()
+    path = folder / f"{name_of(f'resnet_{name}', trained.size.methods[name], trained.labels, *weights)}.pt"
+    if not path.exists():
+        held: list[Tensor] = []
+        seconds = clocked(lambda: held.append(trained.score(name)), trained.labels.device)
+        keep(path, {"scores": held[0], "seconds": seconds})
+    found = torch.load(path, weights_only=True)
+    return found["scores"], found["seconds"]
+
+
 def _curves(
-    trained: Trained, folder: Path, scores: Callable[[str], Tensor], score: str, end: Literal["top", "bottom"]
+    trained: Trained, folder: Path, scores: Callable[[str], Scored], score: str, end: Literal["top", "bottom"]
 ) -> RetrainingCurves:
-    images, size = trained.images, trained.size
+    size = trained.size
     return retraining_curves(
         _trainer(trained),
-        {score: scores(score)},
+        {score: scores(score)[0]},
         shares=size.shares,
         drop=end,
         seeds=size.seeds,
-        cache=folder / name_of("resnet_curve", size.recipe, images.train, trained.labels, images.test),
+        cache=folder / trained.name,
     )
 
 
 def _cell(found: RetrainingCurves, name: str) -> Cell:
-    return {"shares": found.shares.tolist(), "values": (100 * found.values[name]).tolist()}
+    values = 100 * found.values[name]
+    return {"shares": found.shares.tolist(), "values": values.tolist(), "mean_at_last": float(values[-1].mean())}
 
 
 def cell_name(end: str, score: str) -> str:
@@ -178,6 +201,7 @@ def _trained(session: Session, labels: str, size: Size) -> tuple[Trained, Cell]:
         rows = torch.arange(len(given))
         model.load_state_dict(train_resnet(images.train, given, rows, size.recipe, _SEED).state_dict())
 
+    is_new = not path.exists()
     model = ResNet(size.recipe.width).to(session.device)
     seconds = clocked(lambda: kept(path, model, train), session.device)
     facts = {
@@ -185,18 +209,17 @@ def _trained(session: Session, labels: str, size: Size) -> tuple[Trained, Cell]:
         "fitted": 100 * accuracy(model, images.train, given),
         "wrong": 100 * (given != images.labels).double().mean().item(),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "seconds": seconds,
-    }
+    } | ({"seconds": seconds} if is_new else {})
     return Trained(images, given, model, size), facts
 
 
-def _described(trained: Trained, scores: Callable[[str], Tensor], name: str) -> Cell:
+def _described(trained: Trained, scores: Callable[[str], Scored], name: str) -> Cell:
     """Say what scores took, how far they agree with the loss, and how well they find labels known to be wrong."""
-    seconds = clocked(lambda: scores(name), trained.labels.device)
-    found: Cell = {"seconds": seconds, "agreement": _agreement(scores(name), scores("loss"))}
+    values, seconds = scores(name)
+    found: Cell = {"seconds": seconds, "agreement": _agreement(values, scores("loss")[0])}
     is_wrong = (trained.labels != trained.images.labels).cpu()
     if is_wrong.any():
-        judged = retrieval(scores(name), is_wrong)
+        judged = retrieval(values, is_wrong)
         found |= {"auc": 100 * judged.auc, "ap": 100 * judged.ap}
     return found
 
@@ -217,8 +240,7 @@ def _trainer(trained: Trained) -> Loop:
         predicted = torch.cat([model(x).argmax(dim=1) for x in images.test.split(1000)])
         return (predicted == images.test_labels).double()
 
-    described = {"data": images.train, "labels": labels, "tests": images.test, "recipe": asdict(recipe)}
-    return Loop(train, is_right, recipe=described, higher_is_worse=False)
+    return Loop(train, is_right, recipe=trained.name, higher_is_worse=False)
 
 
 def tables(records: Records) -> list[str]:

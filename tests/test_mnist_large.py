@@ -3,6 +3,7 @@
 import gzip
 import json
 import struct
+import warnings
 import xml.etree.ElementTree as ET
 
 import numpy as np
@@ -11,10 +12,10 @@ import torch
 
 import eigentrace as et
 from eigentrace.demo.digits import Digits, load_digits
-from eigentrace.errors import InputError
+from eigentrace.errors import ConvergenceWarning, EigentraceWarning, InputError, NumericalError
 from eigentrace.evaluate import retrieval
 from experiments.digits_noise import _FILES, Subject, noisy, read_mnist, tenth
-from experiments.digits_scores import Size, _lissa, gradient_rows, over_seeds, quality
+from experiments.digits_scores import Size, _lissa, arnoldi_rows, gradient_rows, once, over_seeds, quality, timed
 from experiments.frame import main
 from experiments.mnist_large import DRAWN, EXPERIMENT, PAPER, figures, tables
 from experiments.models.mnist_large import SMALL, Recipe, network, stream, train, trained, with_small_top
@@ -81,6 +82,27 @@ def test_a_training_is_done_once(some, tmp_path):
     assert torch.equal(first[0]["9.bias"], again[0]["9.bias"])
 
 
+def test_a_training_that_diverged_is_not_kept(some, tmp_path):
+    with pytest.raises(NumericalError, match="diverged"):
+        trained(some.images, some.labels, Recipe(epochs=3, batch_size=30, lr=1e30), 0, tmp_path, "test")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_several_numbers_need_is_done_once_even_if_it_fails():
+    calls = []
+
+    def fails():
+        calls.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    ask, answer = once(fails), once(lambda: calls.append(2) or "made")
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="OutOfMemoryError: CUDA out of memory"):
+            ask()
+        assert answer() == "made"
+    assert calls == [1, 2]
+
+
 def test_a_tenth_of_the_parameters_can_be_selected(subject):
     cut = with_small_top(subject.model)
     assert torch.allclose(cut(subject.digits.images), subject.model(subject.digits.images), atol=1e-5)
@@ -102,6 +124,22 @@ def test_numbers_are_those_of_the_method(subject):
     assert quality(cell, "auc").count("±") == 1
 
 
+def test_only_cuts_with_the_last_pairs_say_that_these_have_not_settled():
+    def fits():
+        warnings.warn("the last pairs", ConvergenceWarning, stacklevel=1)
+        warnings.warn("kinks", EigentraceWarning, stacklevel=1)
+
+    found = timed(fits, CPU)
+    assert (found.warning, found.unsettled) == ("kinks", "the last pairs")
+
+
+def test_every_cut_has_what_was_warned_of_the_fit(subject):
+    rows = dict(arnoldi_rows(subject, Size(keeps=(1, 2), steps=2, sample=20), every=False))
+    tail = [rows[f"Arnoldi, tail, K={keep}"]().get("note", "") for keep in (1, 2)]
+    assert "settled" not in tail[0]
+    assert "settled" in tail[1]
+
+
 def test_lissa_says_that_its_time_is_extrapolated(subject):
     cut = with_small_top(subject.model)
     cell = _lissa(subject, et.classification(cut, params="9.*"), 1, 20)
@@ -116,6 +154,8 @@ def _results():
 
     names = {"arnoldi": "Arnoldi, K=10", "gradients": "RandProj, K=100", "losses": "Loss, C=1"}
     found = {part: {"cells": {f"{name}, seed {s}": cell(70.0 + 2 * s) for s in (0, 1)}} for part, name in names.items()}
+    for drawn in found["gradients"]["cells"].values():
+        drawn |= {"auc_sd": 0.3, "ap_sd": 0.7}
     found["losses"]["cells"]["Mean loss, C=10, seed 0"] = {"failed": "it did", "run": "now"}
     return found
 
@@ -123,8 +163,11 @@ def _results():
 def test_the_paper_stands_beside_the_mean_over_seeds():
     rows = [[word.strip() for word in line.split("|")[1:-1]] for line in tables(_results()) if line.startswith("|")]
     by_name = {row[0]: row[1:] for row in rows}
-    assert by_name["Arnoldi, K=10"] == ["71.0", "95.0", "90.0", "84.0", "0.25", "0.2", "12", "353"]
-    assert by_name["RandProj, K=100"] == ["71.0", "98.6", "90.0", "93.9", "0.25", "1.9", "12", "–"]
+    over_seeds_too = ["71.0 ± 1.4", "95.0", "90.0 ± 0.0", "84.0", "0.25", "0.2", "12", "353"]
+    assert by_name["Arnoldi, K=10"] == over_seeds_too
+    over_draws = ["71.0 ± 0.3", "98.6", "90.0 ± 0.7", "93.9", "0.25", "1.9", "12", "–"]
+    assert by_name["RandProj, K=100"] == over_draws
+    assert tables(_results())[0].startswith("Means over 2 trainings")
     assert by_name["Mean loss, C=10"][0].startswith("failed")
     assert list(over_seeds(_results().values()))[:2] == ["RandProj, K=100", "Arnoldi, K=10"]
 

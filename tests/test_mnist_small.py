@@ -147,6 +147,16 @@ def test_numbers_that_failed_or_are_missing_leave_the_rest():
     assert tables({})
 
 
+def test_no_claim_is_made_before_there_are_numbers():
+    records = _records()
+    for keep in (5, 10):
+        del records["retrieval"]["cells"][f"RandProj, K={keep}"]
+    del records["retrieval"]["cells"]["exact Hessian"]
+    lines = tables(records)
+    assert _row(lines, "Arnoldi finds more than RandProj")[2] == "–"
+    assert _row(lines, "Arnoldi passes the exact Hessian")[2] == "–"
+
+
 def test_figures_are_well_formed():
     drawn = figures(_records(), small=False)
     assert drawn.keys() == {"eigenvalues", "auc", "ap"}

@@ -1,6 +1,7 @@
 """Dropping by self-influence: trainings are repeatable, curves drop what they say, the page tells the truth."""
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -24,6 +25,7 @@ from experiments.resnet_curve import (
     _curves,
     _verdict,
     cell_name,
+    scored,
 )
 
 TINY = Recipe(width=2, epochs=1, batch_size=20, augment=False)
@@ -41,10 +43,17 @@ def test_the_network_has_the_size_that_the_page_tells():
     assert f"{sum(p.numel() for p in ResNet(Recipe().width).parameters()):,} parameters" in EXPERIMENT.about
 
 
+def test_the_page_tells_how_many_trainings_a_curve_takes():
+    size = Size()
+    assert (len(size.shares), size.seeds, size.recipe.epochs) == (4, 3, 20)
+    assert "20 epochs" in EXPERIMENT.about
+    assert "four shares, three seeds" in EXPERIMENT.about
+
+
 def test_batches_are_of_one_size_whatever_is_dropped():
     size = Size()
     left = [size.examples - round(share * size.examples) for share in (0, *size.shares)]
-    assert [count % size.recipe.batch_size for count in left] == [0] * 6
+    assert {count % size.recipe.batch_size for count in left} == {0}
 
 
 def test_training_follows_from_the_seed(trained):
@@ -62,6 +71,18 @@ def test_every_training_image_is_scored(trained, name):
     assert torch.equal(scores, trained.score(name))
 
 
+def test_scores_are_kept_with_the_time_they_took(trained, tmp_path):
+    first, second = (scored(trained, tmp_path, "loss") for _ in range(2))
+    assert torch.equal(first[0], trained.score("loss"))
+    assert torch.equal(first[0], second[0])
+    assert first[1] == second[1] > 0
+    scored(replace(trained, labels=trained.labels.flip(0)), tmp_path, "loss")
+    scored(replace(trained, size=replace(SIZE, tail_keep=2)), tmp_path, "loss")
+    scored(replace(trained, size=replace(SIZE, tail_keep=2)), tmp_path, "tail")
+    assert len(list(tmp_path.glob("resnet_loss_*.pt"))) == 2
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_ranks_are_correlated():
     scores = torch.arange(10.0)
     assert _agreement(scores, scores.exp()) == pytest.approx(1)
@@ -70,7 +91,7 @@ def test_ranks_are_correlated():
 
 def test_curves_drop_what_they_say_and_share_their_control(trained, tmp_path):
     scores = torch.arange(60.0)
-    top, bottom = (_curves(trained, tmp_path, lambda name: scores, "loss", end) for end in ENDS)
+    top, bottom = (_curves(trained, tmp_path, lambda name: (scores, 0.0), "loss", end) for end in ENDS)
     assert top.shares.tolist() == [0, 0.5]
     assert np.array_equal(top.values[RANDOM], bottom.values[RANDOM])
     images, left = trained.images, torch.arange(30)

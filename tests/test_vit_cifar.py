@@ -102,6 +102,8 @@ def test_a_folder_without_data_and_an_archive_with_code_are_refused(tmp_path):
 def test_the_network_has_the_size_that_the_page_tells():
     assert sum(p.numel() for p in make_vit(Recipe(), CPU, 0).parameters()) == 1_205_898
     assert "1.2M parameters" in EXPERIMENT.about
+    assert f"\n{Recipe().epochs} epochs" in EXPERIMENT.about
+    assert f"one fixed sample of {Size().sample:,} images" in EXPERIMENT.about
 
 
 def test_training_follows_from_the_seed_and_is_kept(tmp_path):
@@ -145,6 +147,8 @@ def test_a_tenth_of_the_labels_is_wrong(question):
     assert int(is_wrong.sum()) == 6
     assert torch.equal(is_wrong, given != images.labels)
     assert torch.equal(_labels("human", images)[0], images.human_labels())
+    first = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:6]
+    assert not is_wrong[first].all(), "the training begins with exactly the wrong ones"
 
 
 def test_the_share_of_negative_curvature_is_that_of_the_dense_matrix(question):

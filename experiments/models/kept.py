@@ -1,7 +1,7 @@
 """Trained networks, kept so that another command need not train them again."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,13 @@ def kept(path: Path, model: nn.Module, train: Callable[[nn.Module], None]) -> nn
         model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
         return model.eval()
     train(model)
+    keep(path, model.state_dict())
+    return model.eval()
+
+
+def keep(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Write tensors and numbers to a file that is there as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
-    torch.save(model.state_dict(), unfinished)
+    torch.save(tensors, unfinished)
     unfinished.replace(path)
-    return model.eval()

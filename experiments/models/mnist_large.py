@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from eigentrace.demo.cnn import make_cnn
+from eigentrace.errors import NumericalError
 
 State = dict[str, Tensor]
 _HIDDEN, _LAST = 7, 9  # where its two linear layers stand
@@ -76,13 +77,19 @@ def trained(images: Tensor, labels: Tensor, recipe: Recipe, seed: int, cache: Pa
         seed: Decides on the first weights and the order of the examples.
         cache: Folder of trained networks.
         what: Names the data in the cache; other images or labels need another name.
+
+    Raises:
+        NumericalError: If the weights end as something that is not finite. Nothing is kept then.
     """
     settings = "-".join(f"{value:g}" for value in asdict(recipe).values())
     path = cache / f"mnist_large-{what}-{len(labels)}-{seed}-{settings}.pt"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".part")
-        torch.save([_on_cpu(state) for state in train(images, labels, recipe, seed)], unfinished)
+        made = [_on_cpu(state) for state in train(images, labels, recipe, seed)]
+        if not all(value.isfinite().all() for value in made[-1].values()):
+            raise NumericalError(f"Training with {recipe} diverged: lower the step size.")
+        torch.save(made, unfinished)
         unfinished.replace(path)
     states: list[State] = torch.load(path, weights_only=True)
     return states

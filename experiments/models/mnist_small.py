@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from eigentrace.demo.digits import NUM_CLASSES
+from eigentrace.errors import NumericalError
 
 State = dict[str, Tensor]
 _STRIDES = (1, 2, 1, 2, 1)
@@ -94,12 +95,19 @@ def train(images: Tensor, labels: Tensor, recipe: Recipe, seed: int) -> Training
 
 
 def trained(images: Tensor, labels: Tensor, recipe: Recipe, seed: int, cache: Path) -> Training:
-    """Return a training of noisy digits, read from the cache if it was done before."""
+    """Return a training of noisy digits, read from the cache if it was done before.
+
+    Raises:
+        NumericalError: If the weights end as something that is not finite. Nothing is kept then.
+    """
     path = cache / f"{stem(recipe, len(labels), seed)}.pt"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".part")
-        torch.save(vars(train(images, labels, recipe, seed)), unfinished)
+        made = train(images, labels, recipe, seed)
+        if not all(value.isfinite().all() for value in made.final.values()):
+            raise NumericalError(f"Training with {recipe} diverged: lower the step size.")
+        torch.save(vars(made), unfinished)
         unfinished.replace(path)
     return Training(**torch.load(path, weights_only=True))
 
