@@ -30,7 +30,7 @@ $(BROWSER): tests/browser/package-lock.json tools/install_browser.sh
 	tools/install_browser.sh
 
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "slow and not gpu"
 
 check: setup
 	$(BIN)/ruff format --check .
@@ -43,7 +43,8 @@ bench-small: setup
 	$(BIN)/python -m bench.curvature --small
 
 # Every experiment of the paper at toy size, to see that all run; results go to runs/, docs/results/paper.md has the real ones.
-EXPERIMENTS := mnist_small mnist_large mnist_long mnist_neighbours inverse_arnoldi vit_cifar image_exemplars resnet_curve scaling
+EXPERIMENTS := mnist_small mnist_large mnist_long mnist_neighbours inverse_arnoldi vit_cifar image_exemplars resnet_curve \
+	scaling mt_retrieval mt_exemplars
 experiments-small: setup
 	for name in $(EXPERIMENTS); do \
 		$(BIN)/python -m experiments.$$name --small --out runs/experiments-small || exit 1; \

@@ -25,10 +25,10 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend; a mask (B, T) says which positions are there."""
         query, key, value = self.qkv(x).chunk(3, dim=-1)
-        return self.out(attend(query, key, value, self.heads, causal=self.causal))
+        return self.out(attend(query, key, value, self.heads, causal=self.causal, mask=mask))
 
 
 class CrossAttention(nn.Module):
@@ -41,16 +41,19 @@ class CrossAttention(nn.Module):
         self.key_value = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        """Attend to the memory."""
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend to the memory; a mask (B, S) says which of its positions are there."""
         key, value = self.key_value(memory).chunk(2, dim=-1)
-        return self.out(attend(self.query(x), key, value, self.heads, causal=False))
+        return self.out(attend(self.query(x), key, value, self.heads, causal=False, mask=mask))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, *, causal: bool) -> Tensor:  # (B, T, width)
-    """Split into heads, attend, and join the heads again."""
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, heads: int, *, causal: bool, mask: Tensor | None = None
+) -> Tensor:  # (B, T, width)
+    """Split into heads, attend (to the keys that the mask has, if there is one), and join the heads again."""
     query, key, value = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (query, key, value))
-    return F.scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).flatten(2)
+    seen = None if mask is None else mask[:, None, None, :]
+    return F.scaled_dot_product_attention(query, key, value, seen, is_causal=causal).transpose(1, 2).flatten(2)
 
 
 def feed_forward(width: int, hidden: int, activation: nn.Module) -> nn.Sequential:
@@ -114,35 +117,51 @@ class GPT2(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """The encoder's block of the original Transformer: norms after each residual."""
+    """The encoder's block of the original Transformer: norms after each residual, or before each layer."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, norm_first: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
+        self.residual = Residual(norm_first, dropout)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.attention = SelfAttention(width, heads)
         self.feed_forward = feed_forward(width, 4 * width, nn.ReLU())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Transform a source sequence."""
-        x = self.norms[0](x + self.attention(x))
-        return self.norms[1](x + self.feed_forward(x))
+        x = self.residual(x, self.norms[0], lambda x: self.attention(x, mask))
+        return self.residual(x, self.norms[1], self.feed_forward)
 
 
 class DecoderBlock(nn.Module):
     """The decoder's block of the original Transformer, which also attends to the encoder's output."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, norm_first: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
+        self.residual = Residual(norm_first, dropout)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
         self.attention = SelfAttention(width, heads, causal=True)
         self.cross = CrossAttention(width, heads)
         self.feed_forward = feed_forward(width, 4 * width, nn.ReLU())
 
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
         """Transform a target sequence."""
-        x = self.norms[0](x + self.attention(x))
-        x = self.norms[1](x + self.cross(x, memory))
-        return self.norms[2](x + self.feed_forward(x))
+        x = self.residual(x, self.norms[0], self.attention)
+        x = self.residual(x, self.norms[1], lambda x: self.cross(x, memory, mask))
+        return self.residual(x, self.norms[2], self.feed_forward)
+
+
+class Residual(nn.Module):
+    """Adds what a layer gives to what it got: normed afterwards, or before the layer. Dropout acts in training only."""
+
+    def __init__(self, norm_first: bool, dropout: float) -> None:
+        super().__init__()
+        self.norm_first, self.dropout = norm_first, dropout
+
+    def forward(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply a layer."""
+        y = layer(norm(x) if self.norm_first else x)
+        x = x + (F.dropout(y, self.dropout) if self.training and self.dropout else y)
+        return x if self.norm_first else norm(x)
 
 
 class Transformer(nn.Module):
@@ -150,11 +169,26 @@ class Transformer(nn.Module):
 
     positions: Tensor
 
-    def __init__(self, width: int, depth: int, heads: int, *, words: int = 32000, longest: int = 256) -> None:
+    def __init__(
+        self,
+        width: int,
+        depth: int,
+        heads: int,
+        *,
+        words: int = 32000,
+        longest: int = 256,
+        norm_first: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
+        self.dropout = dropout
         self.embedding = nn.Embedding(words, width)
-        self.encoder = nn.ModuleList(EncoderBlock(width, heads) for _ in range(depth))
-        self.decoder = nn.ModuleList(DecoderBlock(width, heads) for _ in range(depth))
+        self.encoder, self.decoder = (
+            nn.ModuleList(block(width, heads, norm_first=norm_first, dropout=dropout) for _ in range(depth))
+            for block in (EncoderBlock, DecoderBlock)
+        )
+        # Where norms come first, what leaves the last block has none yet.
+        self.last_norms = nn.ModuleList(nn.LayerNorm(width) if norm_first else nn.Identity() for _ in range(2))
         self.head = nn.Linear(width, words, bias=False)
         nn.init.normal_(self.embedding.weight, std=width**-0.5)
         self.head.weight = self.embedding.weight
@@ -165,16 +199,24 @@ class Transformer(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, width)
         """Look tokens up and add their positions."""
         scale = math.sqrt(self.embedding.embedding_dim)
-        return scale * self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        x = scale * self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        return F.dropout(x, self.dropout) if self.training and self.dropout else x
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:  # (B, S), (B, T) -> (B, T, words)
-        """Predict the next target token at every position."""
+    def forward(self, source: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:  # -> (B, T, words)
+        """Predict the next target token at every position.
+
+        Args:
+            source: (B, S)
+            target: (B, T); what is padded comes last, so that no position before it sees it.
+            mask: (B, S), which positions of the source are there; all if not given.
+        """
         memory, x = self.embed(source), self.embed(target)
         for block in self.encoder:
-            memory = block(memory)
+            memory = block(memory, mask)
+        memory = self.last_norms[0](memory)
         for block in self.decoder:
-            x = block(x, memory)
-        return self.head(x)
+            x = block(x, memory, mask)
+        return self.head(self.last_norms[1](x))
 
 
 class Bottleneck(nn.Module):

@@ -1,0 +1,151 @@
+"""Transformer Base for translation, and how it is trained.
+
+The paper's sizes: 6 + 6 blocks, 512 wide, 8 heads, 2,048 in between, one embedding of 32k subwords for source, target
+and output, dropout 0.1, warm-up over 1,000 steps and then one over the square root of the steps. Norms come first and
+positions are sinusoids, as in the example of Flax that the paper names. What differs is the amount of training: a
+fraction of the pairs, steps and tokens, so the rate peaks at 0.001 and not 0.002.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.models import Transformer
+from experiments.models.kept import keep
+from experiments.translation import LONGEST, PAD, Pairs
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Size and training: Adam, linear warm-up, then inverse square root."""
+
+    width: int = 512
+    depth: int = 6
+    heads: int = 8
+    words: int = 32_000
+    steps: int = 4000
+    tokens: int = 16_384
+    """Of the longer side of a batch, padding included: pairs of one length come together."""
+    lr: float = 1e-3
+    warm_up: int = 1000
+    dropout: float = 0.1
+    """Of embeddings and of what each layer adds."""
+    smoothing: float = 0.1
+    """Of the labels, in training only: losses that are scored have none."""
+    save_every: int = 1000
+
+
+def make_transformer(recipe: Recipe, device: torch.device, seed: int) -> nn.Module:
+    """Draw the first weights: 60.5M of them at the default size."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Transformer(
+            recipe.width,
+            recipe.depth,
+            recipe.heads,
+            words=recipe.words,
+            longest=LONGEST,
+            norm_first=True,
+            dropout=recipe.dropout,
+        )
+    return model.to(device)
+
+
+def batches(pairs: Pairs, recipe: Recipe, seed: int) -> Iterator[np.ndarray]:
+    """Yield the rows of one batch after another, for ever: pairs of one length together, in a new order every time."""
+    draw = np.random.default_rng([seed, 2])
+    while True:
+        # Sorted after a shuffle: pairs of equal length meet others every time.
+        mixed = draw.permutation(len(pairs))
+        ordered = mixed[np.argsort(-pairs.lengths[mixed], kind="stable")]
+        found, start = [], 0
+        while start < len(ordered):
+            count = max(1, recipe.tokens // int(pairs.lengths[ordered[start]]))
+            found.append(ordered[start : start + count])
+            start += count
+        yield from (found[place] for place in draw.permutation(len(found)))
+
+
+def train_transformer(
+    model: nn.Module, pairs: Pairs, recipe: Recipe, seed: int, unfinished: Path | None = None
+) -> None:
+    """Train in place, on the device that the pairs lie on; batches and dropout follow from the seed.
+
+    Args:
+        model: The network with its first weights.
+        pairs: What to train on.
+        recipe: How.
+        seed: Of the order and of dropout.
+        unfinished: A file that keeps the state every so many steps, so that the same call goes on from there.
+    """
+    device = pairs.source.device
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.Adam(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), eps=1e-9, fused=on_gpu)
+    begin = _resumed(model, optimizer, unfinished)
+    model.train()
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        for step, rows in enumerate(islice(batches(pairs, recipe, seed), begin, recipe.steps), start=begin):
+            # Dropout of a step is its own, so that a training that was interrupted goes on as if it had not been.
+            torch.manual_seed(seed * 1_000_003 + step)
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.lr * rate(step + 1, recipe.warm_up)
+            loss = _loss(model, pairs.batch(rows), recipe.smoothing)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if unfinished is not None and (step + 1) % recipe.save_every == 0 and step + 1 < recipe.steps:
+                state = {"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                keep(unfinished, state)
+    optimizer.zero_grad(set_to_none=True)
+    if unfinished is not None:
+        unfinished.unlink(missing_ok=True)
+
+
+def rate(step: int, warm_up: int) -> float:
+    """Return the share of the highest learning rate that a step, counted from 1, has."""
+    return min(step / warm_up, math.sqrt(warm_up / step))
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, ...], smoothing: float) -> Tensor:
+    source, before, target = batch
+    casting = torch.autocast("cuda", torch.bfloat16) if source.is_cuda else nullcontext()
+    with casting:
+        logits = model(source, before, source != PAD)
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), ignore_index=PAD, label_smoothing=smoothing)
+
+
+def _resumed(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path | None) -> int:
+    """Put a training back to where it was saved; return the steps that are done."""
+    if path is None or not path.exists():
+        return 0
+    state = torch.load(path, weights_only=True, map_location="cpu")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])
+
+
+def held_out(model: nn.Module, pairs: Pairs, tokens: int = 16_384) -> dict[str, float]:
+    """Measure the loss per token, in nats, and the share of tokens guessed right after the true ones before them."""
+    model.eval()
+    order = np.argsort(-pairs.lengths, kind="stable")
+    total, right, start = 0.0, 0, 0
+    with torch.no_grad():
+        while start < len(order):
+            count = max(1, tokens // int(pairs.lengths[order[start]]))
+            source, before, target = pairs.batch(order[start : start + count])
+            logits = model(source, before, source != PAD).flatten(0, 1)
+            labels = target.flatten()
+            total += float(F.cross_entropy(logits, labels, ignore_index=PAD, reduction="sum"))
+            right += int(((logits.argmax(dim=1) == labels) & (labels != PAD)).sum())
+            start += count
+    number = int(pairs.target_lengths.sum())
+    return {"loss": total / number, "accuracy": 100 * right / number}

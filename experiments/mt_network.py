@@ -1,0 +1,160 @@
+"""The translation network that the experiments share, and the fits of its curvature, kept for the next command."""
+
+import argparse
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+import eigentrace as et
+from bench.measure import Cell, clocked
+from eigentrace.errors import ConvergenceWarning, PrecisionWarning
+from eigentrace.projected import ProjectedFit, load
+from experiments.frame import Session
+from experiments.models.kept import kept, name_of
+from experiments.models.transformer import Recipe, held_out, make_transformer, train_transformer
+from experiments.translation import Corpora, Ordered, Pairs, translation_task
+
+KEEPS = (10, 20)
+ALL, LAST = "all layers", "last 3 decoder layers"
+LAYERS = (ALL, LAST)
+Estimator = Literal["Arnoldi", "Arnoldi + tail"]
+PAPER_WAY: Estimator = "Arnoldi"
+OUR_WAY: Estimator = "Arnoldi + tail"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything that both experiments need."""
+
+    recipe: Recipe = field(default_factory=Recipe)
+    steps: int = 200
+    sample: int = 512
+    """Pairs that every product of the paper's iteration draws anew."""
+    tail_steps: int = 60
+    tail_sample: int = 1024
+    """Pairs that all products of ours are taken on."""
+    product_batch: int = 128
+    """Pairs of a curvature product that go through the network together."""
+    batch: int = 512
+    """Pairs that are scored together."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+
+SMALL_RECIPE = Recipe(32, 2, 2, words=240, steps=100, tokens=400, lr=1e-2, warm_up=30, dropout=0.0, save_every=50)
+SMALL = Size(SMALL_RECIPE, steps=24, sample=32, tail_steps=24, tail_sample=64, product_batch=64, batch=128)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A trained network and the pairs it was trained on."""
+
+    model: nn.Module
+    train: Pairs
+    size: Size
+    path: Path
+    """Where its weights are kept; its fits lie beside them."""
+    facts: Cell
+
+    def task(self, layers: str) -> et.Task:
+        """Make the task of all parameters, or of the blocks at the end of the decoder: 3 of 6, half at toy size."""
+        depth = self.size.recipe.depth
+        last = [f"decoder.{number}.*" for number in range(depth - depth // 2, depth)]
+        return translation_task(self.model, "trainable" if layers == ALL else last)
+
+    @property
+    def compute(self) -> et.Compute:
+        """How pairs are scored."""
+        return et.Compute(precision=self.size.precision, batch="data")
+
+    def fit(self, layers: str, estimator: Estimator) -> tuple[ProjectedFit, float]:
+        """Take the curvature of the training pairs, or read it back; return it with the seconds that took."""
+        method, task = self.method(estimator), self.task(layers)
+        path = self.path.with_name(f"{self.path.stem}_{sha256(f'{layers} {method}'.encode()).hexdigest()[:16]}")
+        held: list[ProjectedFit] = []
+
+        def work() -> None:
+            if path.exists():
+                held.append(load(path, task))
+                return
+            with warnings.catch_warnings():
+                # Products on new pairs each time settle on nothing. A finite difference crosses kinks of ReLU, so that
+                # every Hessian of this network is warned about; a test compares it with double backward.
+                for expected in (ConvergenceWarning, PrecisionWarning):
+                    warnings.simplefilter("ignore", expected)
+                held.append(method.fit(task, Ordered.of(self.train, self.size.product_batch).data))
+
+        took = clocked(work, task.layout.device)
+        if not path.exists():
+            held[0].save(path)
+        return held[0], took
+
+    def method(self, estimator: Estimator) -> et.Arnoldi:
+        """Return the settings: the paper's, or Gauss-Newton on a fixed sample with the tail."""
+        size, keep = self.size, max(KEEPS)
+        if estimator == PAPER_WAY:
+            return et.Arnoldi(
+                size.steps,
+                keep,
+                curvature="hessian",
+                tail=None,
+                sample=size.sample,
+                spread=True,
+                precision=size.precision,
+                compile=False,
+            )
+        return et.Arnoldi(size.tail_steps, keep, sample=size.tail_sample, precision=size.precision, compile=False)
+
+
+def load_network(session: Session) -> tuple[Network, Corpora]:
+    """Train the network of a session, or read it back."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    corpora, size, device = Corpora.of(session), size_of(session), session.device
+    train = corpora.pairs("train").to(device)
+    recipe = size.recipe
+    path = session.settings.cache / f"{name_of('translation', recipe, train.source, train.target)}.pt"
+    model = make_transformer(recipe, device, seed=0)
+    seconds = clocked(
+        lambda: kept(
+            path, model, lambda model: train_transformer(model, train, recipe, 0, path.with_suffix(".unfinished"))
+        ),
+        device,
+    )
+    some = np.sort(np.random.default_rng(0).permutation(len(train))[:4096])
+    found = {"dev": held_out(model, corpora.pairs("dev").to(device)), "train": held_out(model, train.take(some))}
+    facts = {f"{where}_{key}": value for where, numbers in found.items() for key, value in numbers.items()}
+    facts |= {"parameters": sum(p.numel() for p in model.parameters()), "seconds": seconds, "pairs": len(train)}
+    return Network(model, train, size, path, facts), corpora
+
+
+def size_of(session: Session) -> Size:
+    """Return the sizes that the command line asks for."""
+    if session.small:
+        return SMALL
+    settings = session.settings
+    return Size(
+        replace(Recipe(), steps=settings.steps), precision=settings.precision, product_batch=settings.product_batch
+    )
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add what the translation experiments understand."""
+    parser.add_argument(
+        "--cache", type=Path, default=Path("runs/experiments"), help="where networks and fits (12 GB) are kept"
+    )
+    parser.add_argument("--steps", type=int, default=Recipe.steps, help="steps of training")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of curvature and scores")
+    parser.add_argument("--product-batch", type=int, default=Size.product_batch, help="pairs per pass of a product")
+
+
+def timed(work: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, float]:
+    """Return what some work gives, and the seconds it took."""
+    held: list[torch.Tensor] = []
+    took = clocked(lambda: held.append(work()), device)
+    return held[0], took

@@ -1,0 +1,352 @@
+"""German-English sentence pairs: reading them, a shared vocabulary of subwords, padded batches, and the task.
+
+    python -m experiments.translation --data FOLDER --cache runs/experiments
+
+prepares the vocabulary and the tokens of all files, so that the experiments themselves need no tokenizer. FOLDER
+holds gzipped tables with a header and the columns `de` and `en`; there is no single public file of this kind.
+"""
+
+import argparse
+import gzip
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import eigentrace as et
+from bench.command import say
+from bench.models import Batch
+from eigentrace.errors import InputError
+from eigentrace.selection import Params
+from experiments.frame import Session
+from experiments.phrases import phrases
+
+FILES = {
+    "train": "deen_train_clean.tsv.gz",
+    "dev": "deen_dev.tsv.gz",
+    "crawl": "deen_noisy_commoncrawl.tsv.gz",
+    "judged": "deen_paracrawl_human.tsv.gz",
+}
+PAD, BEGIN, END, UNKNOWN = range(4)
+_SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+WORDS = 32_000
+# Tokens of a sentence, its end included; the few pairs with a longer side are left out.
+LONGEST = 128
+# Batches are as wide as a multiple of this: fewer shapes, hardly more padding.
+_ROUND = 8
+# At toy size: words, pairs to train on, pairs of every other kind.
+SMALL_WORDS, SMALL_TRAIN, SMALL_OTHER = 240, 480, 120
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Sentence pairs as they were written."""
+
+    german: list[str]
+    english: list[str]
+    verdicts: list[str]
+    """What people said about each pair; empty where nobody was asked."""
+
+    def __len__(self) -> int:
+        return len(self.german)
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> "Texts":
+        """Return some of the pairs."""
+        return Texts(*([column[row] for row in rows] for column in (self.german, self.english, self.verdicts)))
+
+    def __add__(self, other: "Texts") -> "Texts":
+        return Texts(self.german + other.german, self.english + other.english, self.verdicts + other.verdicts)
+
+    @property
+    def digest(self) -> str:
+        """What stands for all of the text."""
+        joined = "\n".join((*self.german, *self.english))
+        return hashlib.sha256(joined.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Sentence pairs as tokens, each side ended by END and padded; a batch is cut to what it needs."""
+
+    source: Tensor  # (N, S) int32
+    target: Tensor  # (N, T) int32
+    rows: np.ndarray  # (N,)
+    """Which of the texts each pair is: those with too long a side are not here."""
+
+    @cached_property
+    def source_lengths(self) -> np.ndarray:  # (N,)
+        """Tokens of each source, on the host: a width must be known there before anything is cut."""
+        return (self.source != PAD).sum(dim=1).cpu().numpy()
+
+    @cached_property
+    def target_lengths(self) -> np.ndarray:  # (N,)
+        """Tokens of each target, which its loss is the sum over."""
+        return (self.target != PAD).sum(dim=1).cpu().numpy()
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def to(self, device: torch.device) -> "Pairs":
+        """Put the tokens on a device."""
+        return Pairs(self.source.to(device), self.target.to(device), self.rows)
+
+    def take(self, rows: np.ndarray, targets: np.ndarray | None = None) -> "Pairs":
+        """Return some pairs; `targets` names other rows to take the target sides of."""
+        sides = [
+            table[torch.from_numpy(index).to(table.device)]
+            for table, index in ((self.source, rows), (self.target, rows if targets is None else targets))
+        ]
+        return Pairs(sides[0], sides[1], self.rows[rows])
+
+    def __add__(self, other: "Pairs") -> "Pairs":
+        """Put pairs after these, as wide as the wider; rows are numbered anew."""
+        sides = []
+        for first, second in ((self.source, other.source), (self.target, other.target)):
+            width = max(first.shape[1], second.shape[1])
+            sides.append(torch.cat([F.pad(side, (0, width - side.shape[1]), value=PAD) for side in (first, second)]))
+        return Pairs(sides[0], sides[1], np.arange(len(sides[0])))
+
+    @cached_property
+    def lengths(self) -> np.ndarray:  # (N,)
+        """The tokens of each pair's longer side."""
+        return np.maximum(self.source_lengths, self.target_lengths)
+
+    def batch(self, rows: np.ndarray) -> Batch:
+        """Return what the model reads and should say: sources, targets moved on by one, targets."""
+        index = torch.from_numpy(rows).to(self.source.device)
+        source = self.source[index, : _rounded(self.source_lengths[rows].max())].long()
+        target = self.target[index, : _rounded(self.target_lengths[rows].max())].long()
+        return _shifted(source, target)
+
+
+class Sentences:
+    """Pairs one by one, in an order of their own, for `et.Data`."""
+
+    def __init__(self, pairs: Pairs, order: np.ndarray) -> None:
+        self.pairs, self.order = pairs, order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
+        row = self.order[place]
+        pairs = self.pairs
+        return pairs.source[row, : pairs.source_lengths[row]], pairs.target[row, : pairs.target_lengths[row]]
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """Pairs as data, the longest first, so that batches hold pairs of one length and the first is the largest."""
+
+    data: et.Data
+    order: np.ndarray
+    """The pair that each row of the data is."""
+
+    @staticmethod
+    def of(pairs: Pairs, batch_size: int) -> "Ordered":
+        """Sort."""
+        pairs = pairs.to(torch.device("cpu"))
+        order = np.argsort(-pairs.lengths, kind="stable")
+        return Ordered(et.Data(Sentences(pairs, order), padded, batch_size), order)
+
+    def back(self, scores: Tensor) -> np.ndarray:  # (N, ...)
+        """Give scores of the data the order of the pairs."""
+        found = scores.detach().double().cpu().numpy()
+        result = np.empty_like(found)
+        result[self.order] = found
+        return result
+
+
+def padded(examples: list[tuple[Tensor, Tensor]]) -> Batch:
+    """Collate pairs of any lengths."""
+    sides = []
+    for side in zip(*examples, strict=True):
+        width = _rounded(max(len(tokens) for tokens in side))
+        table = torch.full((len(side), width), PAD)
+        for row, tokens in zip(table, side, strict=True):
+            row[: len(tokens)] = tokens
+        sides.append(table)
+    return _shifted(*sides)
+
+
+def _shifted(source: Tensor, target: Tensor) -> Batch:
+    first = torch.full_like(target[:, :1], BEGIN)
+    return source, torch.cat([first, target[:, :-1]], dim=1), target
+
+
+def _rounded(width: Any) -> int:
+    return -(-int(width) // _ROUND) * _ROUND
+
+
+def translation_task(model: nn.Module, params: Params = "trainable") -> et.Task:
+    """Make the task of a translation model: a pair's loss is the sum over the tokens of its target, END included."""
+
+    def output_loss(logits: Tensor, batch: Batch) -> Tensor:
+        labels = batch[-1]
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        losses = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=PAD, reduction="none")
+        return losses.view(labels.shape).sum(dim=1)
+
+    return et.Task(
+        model,
+        params=params,
+        outputs=lambda model, batch: model(batch[0], batch[1], batch[0] != PAD),
+        output_loss=output_loss,
+    )
+
+
+def read_texts(path: Path) -> Texts:
+    """Read a gzipped table with a header.
+
+    Raises:
+        InputError: If the file is not there, or is no table of sentence pairs.
+    """
+    if not path.exists():
+        raise InputError(f"{path.name} is not in the folder of the data. It is a gzipped table with columns de and en.")
+    with gzip.open(path, "rt", encoding="utf-8", newline="\n") as file:
+        head, *rows = [line.split("\t") for line in file.read().removesuffix("\n").split("\n")]
+    if not {"de", "en"} <= set(head) or any(len(row) != len(head) for row in rows):
+        raise InputError(f"{path.name} has columns {head}, expected de and en, and as many fields in every line.")
+    german, english = ([row[head.index(name)] for row in rows] for name in ("de", "en"))
+    verdicts = [row[head.index("label")] for row in rows] if "label" in head else [""] * len(rows)
+    return Texts(german, english, verdicts)
+
+
+def small_texts(name: str) -> Texts:
+    """Take phrases that stand in for a file; in the noisy ones a third of the targets are exchanged."""
+    pairs = phrases()
+    mixed = np.random.default_rng(0).permutation(len(pairs))
+    start = SMALL_TRAIN + SMALL_OTHER * (list(FILES).index(name) - 1)
+    rows = mixed[:SMALL_TRAIN] if name == "train" else mixed[start : start + SMALL_OTHER]
+    german, english = ([pairs[row][side] for row in rows] for side in (0, 1))
+    wrong = 0 if name in ("train", "dev") else len(rows) // 3
+    if wrong:
+        english = [*english[1:wrong], english[0], *english[wrong:]]
+    verdicts = ["A"] * wrong + ["V"] * (len(rows) - wrong) if name == "judged" else [""] * len(rows)
+    return Texts(german, english, verdicts)
+
+
+@dataclass(frozen=True)
+class Subwords:
+    """A vocabulary of byte pairs shared by both languages, learned from some texts once and kept in a folder."""
+
+    learned_from: Texts
+    size: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """What the vocabulary depends on."""
+        return f"{self.learned_from.digest}_{self.size}"
+
+    def pairs(self, texts: Texts) -> Pairs:
+        """Return texts as tokens; the tokenizer is only needed the first time."""
+        path = self.folder / f"tokens_{self.name}_{texts.digest}.npz"
+        if not path.exists():
+            sides = [self._encoded(side) for side in (texts.german, texts.english)]
+            lengths = [np.array([len(tokens) for tokens in side], dtype=np.int64) for side in sides]
+            flat = [np.array([t for tokens in side for t in tokens], dtype=np.uint16) for side in sides]
+            unfinished = path.with_suffix(".part.npz")
+            np.savez_compressed(unfinished, source=flat[0], target=flat[1], lengths=np.stack(lengths))
+            unfinished.replace(path)
+        with np.load(path) as kept:
+            return _table(kept["source"], kept["target"], kept["lengths"])
+
+    def _encoded(self, sentences: list[str]) -> list[list[int]]:
+        return [[*found.ids, END] for found in self._tokenizer().encode_batch(sentences)]
+
+    def _tokenizer(self) -> Any:
+        try:
+            from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+        except ImportError as error:
+            raise InputError(
+                'Subwords need `tokenizers`: pip install "eigentrace[hf]", or run python -m experiments.translation '
+                "where it is installed and bring the --cache folder along."
+            ) from error
+        path = self.folder / f"subwords_{self.name}.json"
+        if not path.exists():
+            tokenizer = Tokenizer(models.BPE(unk_token=_SPECIAL[UNKNOWN]))
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+            trainer = trainers.BpeTrainer(vocab_size=self.size, special_tokens=_SPECIAL, show_progress=False)
+            tokenizer.train_from_iterator([*self.learned_from.german, *self.learned_from.english], trainer)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tokenizer.save(str(path))
+        return Tokenizer.from_file(str(path))
+
+
+def _table(source: np.ndarray, target: np.ndarray, lengths: np.ndarray) -> Pairs:
+    """Lay tokens out in rows of one length, without the pairs that are too long or have an empty side."""
+    rows = np.flatnonzero((lengths.max(axis=0) <= LONGEST) & (lengths.min(axis=0) > 1))
+    sides = []
+    for flat, size in zip((source, target), lengths, strict=True):
+        table = np.full((len(rows), size[rows].max(initial=1)), PAD, dtype=np.int32)
+        there = np.arange(table.shape[1]) < size[rows][:, None]
+        keep = np.zeros(len(size), dtype=bool)
+        keep[rows] = True
+        table[there] = flat[np.repeat(keep, size)]
+        sides.append(torch.from_numpy(table))
+    return Pairs(sides[0], sides[1], rows)
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """All files of the experiments, read when they are asked for."""
+
+    folder: Path | None
+    """Phrases stand in where there is none."""
+    cache: Path
+    small: bool
+
+    @staticmethod
+    def of(session: Session) -> "Corpora":
+        """Find the data of a session; only at toy size can there be none."""
+        folder: Path | None = session.settings.data
+        if folder is None and not session.small:
+            raise InputError(
+                f"The sentence pairs have no public file to download: give the folder of {', '.join(FILES.values())} "
+                "as --data, or try --small."
+            )
+        return Corpora(folder, session.settings.cache, session.small)
+
+    def texts(self, name: str) -> Texts:
+        """Read a file; at toy size some of it."""
+        if self.folder is None:
+            return small_texts(name)
+        texts = read_texts(self.folder / FILES[name])
+        if not self.small:
+            return texts
+        # Short ones, in few words: what so small a network can learn something of.
+        short = [row for row in range(len(texts)) if max(len(texts.german[row]), len(texts.english[row])) <= 60]
+        return texts.take(short[: SMALL_TRAIN if name == "train" else SMALL_OTHER])
+
+    def pairs(self, name: str) -> Pairs:
+        """Return a file's pairs as tokens of the vocabulary that was learned from the training pairs."""
+        train = self.texts("train")
+        subwords = Subwords(train, SMALL_WORDS if self.small else WORDS, self.cache)
+        return subwords.pairs(train if name == "train" else self.texts(name))
+
+
+def prepare(argv: Sequence[str]) -> int:
+    """Learn the vocabulary and write the tokens of all files."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.translation", description="Prepare sentence pairs.")
+    parser.add_argument("--data", type=Path, required=True, help="folder of the files")
+    parser.add_argument("--cache", type=Path, default=Path("runs/experiments"), help="where tokens are kept")
+    settings = parser.parse_args(argv)
+    corpora = Corpora(settings.data, settings.cache, small=False)
+    for name in FILES:
+        pairs = corpora.pairs(name)
+        tokens = int(pairs.source_lengths.sum() + pairs.target_lengths.sum())
+        say(f"{name:8} {len(pairs):8,} pairs, {tokens / len(pairs) / 2:.1f} tokens a sentence")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(prepare(sys.argv[1:]))
