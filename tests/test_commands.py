@@ -289,7 +289,11 @@ def test_warnings_are_one_clean_line(place, call):
     assert ".py" not in err
 
 
-SCRIPT = "import sys; from eigentrace.cli import main; sys.argv[0] = 'eigentrace'; main()"
+# A shell that runs the tests in the background lets them, and what they start, ignore SIGINT.
+SCRIPT = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from eigentrace.cli import main; sys.argv[0] = 'eigentrace'; main()"
+)
 
 
 def process(place, line, at, by):
