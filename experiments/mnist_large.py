@@ -171,6 +171,23 @@ def options(parser: argparse.ArgumentParser) -> None:
     lissa_option(parser)
 
 
+VERDICT = """\
+As in the paper, more directions find more, ten checkpoints find more than one, RandSelect is far behind, and *RandProj
+is ahead of Arnoldi at the same K* (91.8 against 90.1 AP at K = 10, 95.7 against 95.5 at K = 100): for finding wrong
+labels in this network, which directions are kept matters less than how many. Products on one sample of 512 digits, on
+new ones each time or on all 6,000 give the same AUC and AP to within a point, as the paper says.
+
+What differs: Arnoldi, RandProj and TracIn with one checkpoint find two to six points of AP more than the paper's, LiSSA
+and TracIn with ten one point less; the network here is a little more accurate (96.4% against 94.8%). RandSelect at K =
+100 is 11 points lower, where single draws differ by 7. Arnoldi's fit takes 3 s where the paper's took 353 s on a V100,
+and scoring takes as long for K = 100 as for K = 10, because the layerwise engine multiplies each gradient by all rows
+at once while forward mode takes a pass for each. LiSSA scores 90 times slower than Arnoldi, not tens of thousands of
+times, since 32 gradients share each of its passes.
+
+What we add: the tail lifts K = 10 from 90.1 to 96.6 AP at the same number of products. But one checkpoint of TracIn,
+which is the length of the gradient and needs no curvature, reaches 96.1, and the loss alone 99.0: where labels are
+wrong at random and the network has not learned them by heart, nothing here beats looking at the loss."""
+
 EXPERIMENT = Experiment(
     name="mnist_large",
     title="Wrong labels in MNIST, larger network",
@@ -179,6 +196,7 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     options=options,
+    verdict=VERDICT,
 )
 
 if __name__ == "__main__":

@@ -151,6 +151,18 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--l2", type=float, default=L2, help="λ of the penalty (λ/2)·‖θ‖²")
 
 
+VERDICT = """\
+Without ℓ2 it is the paper's picture: the network learns the wrong labels by heart (100% of the given labels fitted,
+test accuracy 67.6% against the paper's 69.5%), and everything computed from the last weights falls to 26–42 AP, the
+paper's to 29–44; the loss and our tail fall with them. TracIn over ten checkpoints keeps 75.8 (paper: 72.1). The mean
+loss over the same ten checkpoints keeps 96.1: memorised labels are told by when they were learned, and that needs no
+gradient.
+
+With ℓ2 everything recovers, as in the paper, with three differences: TracIn with one checkpoint finds 85.5 AP (paper:
+97.9), RandSelect at K = 100 finds 44 (paper: 82), LiSSA 83 (paper: 87). The strength of the paper's penalty is not
+known; ours brings test accuracy to 75.2% (paper: 74.3%). The tail adds 9 to 18 points to Arnoldi here (88 against 70
+and 79 AP), and next to nothing without ℓ2."""
+
 EXPERIMENT = Experiment(
     name="mnist_long",
     title="Wrong labels in MNIST, longer training",
@@ -159,6 +171,7 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     options=options,
+    verdict=VERDICT,
 )
 
 if __name__ == "__main__":

@@ -199,6 +199,15 @@ def _figure(record: Record, kind: str) -> str | None:
     return strips_svg(f"A test digit with a {KINDS[kind]} and its neighbours (label given / true)", query, strips)
 
 
+VERDICT = """\
+The paper's reading holds for a hundred digits of each kind. Without scaling, every second proponent of a rightly
+labelled digit by the paper's estimator carries a wrong label (chance: every fifth); with gradients at unit length none
+does, and opponents of a wrongly labelled digit become digits of its true class with their right label (88%, with the
+tail 94%).
+
+The tail changes most where the paper's ten directions see least: of the proponents of a wrongly labelled digit, 80%
+carry that same wrong label, against 39% without it, and 89% against 58% at unit length."""
+
 EXPERIMENT = Experiment(
     name="mnist_neighbours",
     title="Proponents and opponents in MNIST",
@@ -207,6 +216,7 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     options=digits_noise.options,
+    verdict=VERDICT,
 )
 
 if __name__ == "__main__":
