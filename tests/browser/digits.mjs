@@ -4,6 +4,7 @@ import { accessibility } from "./accessible.mjs";
 import { deciding } from "./deciding.mjs";
 import { quiet, tour } from "./driving.mjs";
 import { examples } from "./examples.mjs";
+import { late } from "./late.mjs";
 import { overview } from "./overview.mjs";
 import { reported } from "./report.mjs";
 
@@ -11,6 +12,7 @@ await tour({
   ...overview,
   ...examples,
   ...deciding,
+  ...late,
   ...accessibility,
   ...reported,
 

@@ -35,7 +35,9 @@ export class Server {
     const lines = createInterface({ input: child.stdout });
     const first = await Promise.race([once(lines, "line"), once(child, "exit")]);
     assert.equal(typeof first[0], "string", `the server ended with ${first[0]} before it began`);
-    return new Server(child, JSON.parse(first[0]).url);
+    const { url } = JSON.parse(first[0]);
+    await (await fetch(new URL("api/overview", url))).text(); // the first answer reads the run, which takes its time
+    return new Server(child, url);
   }
 
   constructor(child, url) {
@@ -181,6 +183,39 @@ export function expected(world, isIn = () => true, column = "self_influence", si
     .filter(isIn)
     .sort((a, b) => sign * (a[column] - b[column]) || a.row - b.row)
     .map(({ row }) => row);
+}
+
+/** Hold back the next answer from an address that begins like this; the server does what it is asked at once. */
+export async function delayed(page, path) {
+  const [asked, freed, done] = [0, 1, 2].map(() => {
+    const one = {};
+    one.promise = new Promise((resolve) => Object.assign(one, { resolve }));
+    return one;
+  });
+  const matches = (url) => `${url.pathname}${url.search}`.startsWith(path);
+  const hold = async (route) => {
+    const response = await route.fetch();
+    asked.resolve();
+    await freed.promise;
+    await route.fulfill({ response }).catch(() => {}); // the page may no longer want it
+    done.resolve();
+  };
+  await page.route(matches, hold, { times: 1 });
+  const release = async () => {
+    freed.resolve();
+    await done.promise;
+    await settled(page);
+  };
+  return { asked: asked.promise, release };
+}
+
+/** Let the page take in what came before: an answer that is asked for now comes after it. */
+export async function settled(page) {
+  for (let time = 0; time < 3; time += 1)
+    await page.evaluate(async () => {
+      await (await fetch("api/decisions")).text();
+      await new Promise((resolve) => setTimeout(resolve));
+    });
 }
 
 /** A control of the list. */

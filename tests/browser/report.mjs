@@ -86,6 +86,14 @@ export const reported = {
     );
   },
 
+  async report_searched_by_key({ page, world }) {
+    await view({ page, world });
+    await page.keyboard.press("/");
+    await page.keyboard.type("no such thing");
+    await page.getByRole("heading", { name: "Nothing matches" }).waitFor();
+    assert.equal(await page.getByRole("searchbox", { name: "Search" }).inputValue(), "no such thing");
+  },
+
   async report_example({ page, world }) {
     const { row } = world.explained;
     const none = shortened(world.explained.none);

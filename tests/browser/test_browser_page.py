@@ -27,7 +27,7 @@ from pages import digit_run, pair_run
 
 HERE = Path(__file__).parent
 COMMAND = [sys.executable, "-c", "from eigentrace.cli import main; main()"]
-IMAGES = [f"{name}.mjs" for name in ("overview", "examples", "deciding", "accessible", "report", "digits")]
+IMAGES = [f"{name}.mjs" for name in ("overview", "examples", "deciding", "late", "accessible", "report", "digits")]
 REPORTED = 60
 ASKED = 5
 SECONDS = 300

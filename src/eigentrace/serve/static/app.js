@@ -76,9 +76,14 @@ function help() {
   dialog.showModal();
 }
 
+/** Put the focus into the search at once: the next key may be pressed already, and must not act as a command. */
 function search() {
-  if (view.name !== "examples") location.hash = "#/examples";
-  requestAnimationFrame(() => setTimeout(() => view.shown?.search?.()));
+  if (!state.overview) return;
+  if (view.name !== "examples") {
+    history.pushState(null, "", "#/examples");
+    route();
+  }
+  view.shown.search();
 }
 
 function act(key) {

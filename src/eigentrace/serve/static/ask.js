@@ -2,7 +2,7 @@
 
 import { answers } from "./answers.js";
 import { showContent } from "./content.js";
-import { empty, failure, field, h, loading, select } from "./dom.js";
+import { empty, failure, field, h, latest, loading, select } from "./dom.js";
 import { count, number, percent } from "./numbers.js";
 import { source } from "./source.js";
 import { hasLabels, labelName, labels, state } from "./state.js";
@@ -157,7 +157,9 @@ function imageInput() {
   );
   let held = null;
   let problem = "Choose an image first.";
+  const taking = latest();
   const take = async (file) => {
+    const isLatest = taking();
     held = null;
     if (!file) return;
     problem =
@@ -172,6 +174,7 @@ function imageInput() {
       return;
     }
     const address = await readAs(file);
+    if (!isLatest()) return;
     held = address.slice(address.indexOf(",") + 1);
     preview.replaceChildren(showContent({ content: { kind: "image", src: address } }, "small"));
     words.replaceChildren(file.name);

@@ -17,9 +17,17 @@ function say(text, isError = false) {
   place.timer = setTimeout(() => toast.remove(), isError ? 8000 : 3500);
 }
 
+let acting = Promise.resolve();
+
+/** Acts reach the server in the order in which people did them, each when the one before is on the disk. */
+function inTurn(act) {
+  acting = acting.then(act).catch((error) => say(error.message, true));
+  return acting;
+}
+
 /** Decide on rows, or on all rows a rule names, and tell everybody. */
-export async function decide(asked) {
-  try {
+export function decide(asked) {
+  return inTurn(async () => {
     const { changed, counts } = await source.decide(asked);
     settle(counts);
     const act = {
@@ -35,21 +43,17 @@ export async function decide(asked) {
     );
     mark(asked);
     document.dispatchEvent(new CustomEvent("decided", { detail: asked }));
-  } catch (error) {
-    say(error.message, true);
-  }
+  });
 }
 
 /** Take the last act back. */
-export async function undo() {
-  try {
+export function undo() {
+  return inTurn(async () => {
     const { changed, counts } = await source.undo();
     settle(counts);
     say(changed ? `Undone: ${plural(changed, "row")} as before.` : "There is nothing to undo.");
     document.dispatchEvent(new CustomEvent("decided", { detail: {} }));
-  } catch (error) {
-    say(error.message, true);
-  }
+  });
 }
 
 /** Decide on one row; the same decision again takes it back. */

@@ -76,11 +76,23 @@ export function failure(error, again = null) {
   );
 }
 
-/** Call a function once its caller has been quiet for a while. */
+/** Call a function once its caller has been quiet for a while; `cancel` on what this returns calls it off. */
 export function later(milliseconds, call) {
   let timer = 0;
-  return (...values) => {
+  const soon = (...values) => {
     clearTimeout(timer);
     timer = setTimeout(() => call(...values), milliseconds);
+  };
+  soon.cancel = () => clearTimeout(timer);
+  return soon;
+}
+
+/** For answers that may come in another order than they were asked for: each call returns whether it is the latest. */
+export function latest() {
+  let last = 0;
+  return () => {
+    last += 1;
+    const mine = last;
+    return () => mine === last;
   };
 }

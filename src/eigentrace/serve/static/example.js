@@ -3,7 +3,7 @@
 import { answers } from "./answers.js";
 import { described, showContent } from "./content.js";
 import { decisionButtons, describedDecision } from "./decide.js";
-import { empty, failure, field, h, icon, loading, select } from "./dom.js";
+import { empty, failure, field, h, icon, latest, loading, select } from "./dom.js";
 import { count, number, percent, short, title } from "./numbers.js";
 import { source } from "./source.js";
 import { address, hasLabels, labelName, state } from "./state.js";
@@ -49,6 +49,8 @@ class Example {
     this.box = h("div", {});
     this.place = h("div", { class: "answers-place" });
     this.stop = new AbortController();
+    this.explaining = latest();
+    this.reading = latest();
     main.replaceChildren(
       h(
         "div",
@@ -214,25 +216,27 @@ class Example {
   }
 
   async explain(isExact = false) {
-    const asked = this.settings;
+    const isLatest = this.explaining();
     if (isExact) this.place.replaceChildren(loading("Asking the model about a shortlist"));
     else if (!this.place.childElementCount) this.place.replaceChildren(loading("Looking through all examples"));
     this.place.setAttribute("aria-busy", "true");
     const exactly = state.overview.live && source.isLive ? () => this.explain(true) : null;
+    const asked = { ...this.settings, exact: isExact ? "1" : null };
     try {
-      const found = await source.explain(this.number, { ...asked, exact: isExact ? "1" : null }, this.stop.signal);
-      if (asked === this.settings) this.place.replaceChildren(answers(found, exactly));
+      const found = await source.explain(this.number, asked, this.stop.signal);
+      if (isLatest()) this.place.replaceChildren(answers(found, exactly));
     } catch (error) {
-      if (error.name !== "AbortError" && asked === this.settings) this.place.replaceChildren(failure(error));
+      if (error.name !== "AbortError" && isLatest()) this.place.replaceChildren(failure(error));
     }
-    if (asked === this.settings) this.place.removeAttribute("aria-busy");
+    if (isLatest()) this.place.removeAttribute("aria-busy");
   }
 
   async decided({ rows }) {
     if (rows && !rows.includes(this.number)) return;
-    const held = this.box.contains(document.activeElement) ? document.activeElement.dataset.word : null;
+    const isLatest = this.reading();
     const found = await source.example(this.number, this.stop.signal).catch(() => null);
-    if (!found) return;
+    if (!found || !isLatest()) return;
+    const held = this.box.contains(document.activeElement) ? document.activeElement.dataset.word : null;
     this.row = found;
     this.draw();
     if (held) this.box.querySelector(`[data-word="${held}"]`)?.focus();

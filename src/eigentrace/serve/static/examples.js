@@ -31,12 +31,29 @@ class Examples {
     this.told = h("p", { class: "list-count", role: "status" });
     this.chips = h("div", { class: "chips" });
     this.state = h("div", { class: "list-state" });
-    this.form = h("form", {
-      class: "filters",
-      role: "search",
-      "aria-label": "Sort and filter",
-      onsubmit: (event) => event.preventDefault(),
+    this.searching = later(250, () => {
+      this.searched = this.searchBox.value;
+      this.change({ search: this.searched });
     });
+    this.searched = "";
+    this.searchBox = h("input", {
+      type: "search",
+      name: "search",
+      placeholder: this.kind === "image" || this.kind === "none" ? "Id" : "Words in the text",
+      autocomplete: "off",
+      oninput: this.searching,
+    });
+    this.searchField = field("Search", this.searchBox, "grow");
+    this.form = h(
+      "form",
+      {
+        class: "filters",
+        role: "search",
+        "aria-label": "Sort and filter",
+        onsubmit: (event) => event.preventDefault(),
+      },
+      this.searchField,
+    );
     this.filters = h(
       "details",
       { class: "filter-box", open: !matchMedia("(max-width: 640px)").matches },
@@ -69,12 +86,8 @@ class Examples {
 
   /** Take a changed address. */
   async update(query, isFirst = false) {
-    this.asked = {
-      ...DEFAULTS,
-      ...Object.fromEntries(
-        [...query.keys()].map((name) => [name, name === "within" ? query.getAll(name) : query.get(name)]),
-      ),
-    };
+    this.asked = askedBy(query);
+    this.fillSearch();
     this.drawForm();
     this.drawChips();
     this.state.replaceChildren(loading("Loading examples"));
@@ -111,18 +124,16 @@ class Examples {
 
   fail(error) {
     this.told.textContent = "";
-    this.state.replaceChildren(
-      failure(error, () => this.update(new URLSearchParams(location.hash.split("?")[1] ?? ""))),
-    );
+    this.state.replaceChildren(failure(error, () => this.update(addressed())));
   }
 
   address() {
     return address("examples", this.asked);
   }
 
-  /** Change some of what is asked for, through the address. */
+  /** Change some of what is asked for, through the address, which may be a change ahead of what is shown. */
   change(changes) {
-    const asked = { ...this.asked, ...changes };
+    const asked = { ...askedBy(addressed()), ...changes };
     for (const [name, value] of Object.entries(DEFAULTS)) if (asked[name] === value) delete asked[name];
     location.hash = address("examples", asked);
   }
@@ -151,10 +162,18 @@ class Examples {
     this.list.arrange();
   }
 
+  /** Take over a search that the address brings. One that came from the box stays: people may have typed on since. */
+  fillSearch() {
+    const { search = "" } = this.asked;
+    if (search === this.searched) return;
+    this.searching.cancel();
+    this.searchBox.value = this.searched = search;
+  }
+
+  /** Draw all controls but the search, which stays in the document so that no letter typed into it is lost. */
   drawForm() {
     const holder =
       document.activeElement?.name && this.form.contains(document.activeElement) ? document.activeElement.name : null;
-    const caret = holder === "search" ? document.activeElement.selectionStart : null;
     const { asked } = this;
     const run = state.overview;
     const set = (name) => (value) => this.change({ [name]: value });
@@ -241,33 +260,21 @@ class Examples {
         ),
       ),
     );
-    const search = h("input", {
-      type: "search",
-      name: "search",
-      value: asked.search ?? "",
-      placeholder: this.kind === "image" || this.kind === "none" ? "Id" : "Words in the text",
-      autocomplete: "off",
-      oninput: later(250, (event) => this.change({ search: event.target.value })),
-    });
-    parts.push(field("Search", search, "grow"));
-    if (hasLabels())
-      parts.push(
-        h(
-          "label",
-          { class: "check" },
-          h("input", {
-            type: "checkbox",
-            name: "disagree",
-            checked: asked.disagree === "1",
-            onchange: (event) => this.change({ disagree: event.target.checked ? "1" : null }),
-          }),
-          h("span", {}, "Prediction differs"),
-        ),
-      );
-    this.form.replaceChildren(...parts);
-    const again = holder && this.form.querySelector(`[name="${holder}"]`);
-    again?.focus();
-    if (caret !== null) again?.setSelectionRange(caret, caret);
+    const differs = h(
+      "label",
+      { class: "check" },
+      h("input", {
+        type: "checkbox",
+        name: "disagree",
+        checked: asked.disagree === "1",
+        onchange: (event) => this.change({ disagree: event.target.checked ? "1" : null }),
+      }),
+      h("span", {}, "Prediction differs"),
+    );
+    for (const old of [...this.form.children]) if (old !== this.searchField) old.remove();
+    this.searchField.before(...parts);
+    if (hasLabels()) this.searchField.after(differs);
+    if (holder) this.form.querySelector(`[name="${holder}"]`)?.focus();
   }
 
   drawChips() {
@@ -299,7 +306,7 @@ class Examples {
 
   decided({ rows, decision, new_label: label }) {
     if (!rows || this.asked.decision) {
-      this.list.refresh().then(() => this.tell({ total: this.list.total }));
+      this.list.refresh().then((found) => found && this.tell(found));
       return;
     }
     for (const number of rows) {
@@ -328,7 +335,7 @@ class Examples {
 
   search() {
     this.filters.open = true;
-    this.form.querySelector('[name="search"]')?.focus();
+    this.searchBox.focus();
   }
 
   leave() {
@@ -338,8 +345,20 @@ class Examples {
       .map((row) => row.row);
     state.list = { address: this.address(), scroll: scrollY, index: this.list.focused, rows };
     document.removeEventListener("decided", this.ondecided);
+    this.searching.cancel();
     this.list.close();
   }
+}
+
+/** The query of the address as it is now. */
+function addressed() {
+  return new URLSearchParams(location.hash.replace(/^[^?]*\??/, ""));
+}
+
+/** What a query asks for. */
+function askedBy(query) {
+  const given = [...query.keys()].map((name) => [name, name === "within" ? query.getAll(name) : query.get(name)]);
+  return { ...DEFAULTS, ...Object.fromEntries(given) };
 }
 
 function rangeWords(range) {

@@ -1,7 +1,7 @@
 // The run at a glance: what was attributed, the spectrum, who stands out, and where they come from.
 
 import { drawn, scatter, spectrum } from "./charts.js";
-import { field, h, later } from "./dom.js";
+import { field, h, later, latest } from "./dom.js";
 import { count, number, percent, plural, short } from "./numbers.js";
 import { source } from "./source.js";
 import { address, groupWord, hasLabels, labelName, state } from "./state.js";
@@ -278,13 +278,14 @@ function classCard(run) {
 function groupCard(run) {
   if (!run.group_columns?.length) return "";
   const holder = h("div", {});
+  const asking = latest();
   const choose = async (column) => {
-    try {
-      const { groups } = await source.groups(column);
-      holder.replaceChildren(groupTable(column, groups));
-    } catch (error) {
-      holder.replaceChildren(h("p", { class: "soft" }, error.message));
-    }
+    const isLatest = asking();
+    const made = await source.groups(column).then(
+      ({ groups }) => groupTable(column, groups),
+      (error) => h("p", { class: "soft" }, error.message),
+    );
+    if (isLatest()) holder.replaceChildren(made);
   };
   const choice = h(
     "select",

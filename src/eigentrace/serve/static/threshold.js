@@ -2,7 +2,7 @@
 
 import { drawn, histogram } from "./charts.js";
 import { decide } from "./decide.js";
-import { h, later } from "./dom.js";
+import { h, later, latest } from "./dom.js";
 import { count, percent, short, title, words } from "./numbers.js";
 import { source } from "./source.js";
 import { address, state } from "./state.js";
@@ -146,8 +146,14 @@ export function thresholdCard(stops) {
     stops.push(made.stop);
     holder.replaceChildren(made.element);
   };
-  const choose = (name) =>
-    source.histogram(name).then(fill, (error) => holder.replaceChildren(h("p", { class: "soft" }, error.message)));
+  const asking = latest();
+  const choose = async (name) => {
+    const isLatest = asking();
+    const found = await source.histogram(name).catch((error) => ({ error }));
+    if (!isLatest()) return;
+    if (found.error) holder.replaceChildren(h("p", { class: "soft" }, found.error.message));
+    else fill(found);
+  };
   fill(state.overview.histogram);
   const choice = h(
     "select",

@@ -141,11 +141,13 @@ export class VirtualList {
   }
 
   async fetchVisible() {
+    const { signal } = this.stop;
+    if (signal.aborted) return;
     const [from, to] = this.visible();
     const first = Math.floor(from / PAGE);
     const last = Math.floor(Math.max(from, to - 1) / PAGE);
     for (let page = first; page <= last; page += 1) await this.page(page);
-    this.place();
+    if (!signal.aborted) this.place();
   }
 
   async page(number) {
@@ -197,16 +199,18 @@ export class VirtualList {
     this.items.get(wanted)?.querySelector(".card-link")?.focus({ preventScroll: true });
   }
 
-  /** Fetch what is on the screen again, and leave the rest to be fetched when it is looked at. */
+  /** Fetch again what is on the screen, null if it did not come; the rest is fetched when it is looked at. */
   async refresh() {
     const hadFocus = this.root.contains(document.activeElement);
     this.stop.abort();
     this.stop = new AbortController();
     this.pages.clear();
     const [from] = this.visible();
-    await this.page(Math.floor(from / PAGE));
+    const found = await this.page(Math.floor(from / PAGE));
+    if (!found) return null;
     this.clear();
     this.arrange();
     if (hadFocus) await this.focusAt(this.focused);
+    return found;
   }
 }

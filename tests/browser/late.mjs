@@ -1,0 +1,170 @@
+// Answers that come late, and keys that are pressed before the page is done with the ones before.
+
+import assert from "node:assert/strict";
+import {
+  answered,
+  decided,
+  delayed,
+  expected,
+  field,
+  lists,
+  normalise,
+  open,
+  press,
+  reads,
+  settled,
+  tallies,
+} from "./driving.mjs";
+
+export const late = {
+  async late_groups({ page, world }) {
+    const first = await delayed(page, "/api/groups/");
+    await open(page, world);
+    await first.asked;
+    const choice = page.getByLabel("Column of the groups");
+    assert.notEqual(await choice.inputValue(), "scanner");
+    await choice.selectOption("scanner");
+    const box = page.getByRole("region", { name: "Table of groups by scanner" });
+    await box.getByRole("row", { name: /^new 133/ }).waitFor();
+    await first.release();
+    assert.equal(await box.count(), 1, "an answer to the choice before took the place of the table");
+  },
+
+  async late_histogram({ page, world }) {
+    await open(page, world);
+    const choice = page.getByLabel("Column of the histogram");
+    const first = await delayed(page, "/api/histogram");
+    await choice.selectOption({ label: "Loss" });
+    await first.asked;
+    await choice.selectOption({ label: "Gradient norm" });
+    const grip = page.getByRole("slider", { name: "Threshold on gradient norm" });
+    await grip.waitFor();
+    await first.release();
+    assert.equal(await grip.count(), 1, "an answer to the choice before took the place of the histogram");
+  },
+
+  async late_list({ page, world }) {
+    await open(page, world, "examples");
+    await lists(page, expected(world));
+    const first = await delayed(page, "/api/examples?");
+    await field(page, "Class").selectOption({ label: "3" });
+    await first.asked;
+    await field(page, "Class").selectOption({ label: "5" });
+    const wanted = expected(world, (row) => row.label === 5);
+    await lists(page, wanted);
+    await first.release();
+    await lists(page, wanted);
+  },
+
+  async late_scores({ page, world }) {
+    const { row, none } = world.explained;
+    await open(page, world, `example/${row}`);
+    await answered(page, none);
+    const plain = await delayed(page, "/api/explain/");
+    await normalise(page, "Gradient");
+    await plain.asked;
+    await page.getByRole("button", { name: "Score exactly" }).click();
+    const exact = page.getByText(/^Exact scores\./);
+    await exact.waitFor();
+    await plain.release();
+    assert.equal(await exact.count(), 1, "plain scores took the place of exact ones that were asked for later");
+  },
+
+  async late_decisions({ page, world }) {
+    const row = expected(world).at(-1);
+    await open(page, world, `example/${row}`);
+    const buttons = page.getByRole("group", { name: `Decide on row ${row}`, exact: true });
+    await buttons.waitFor();
+    const before = await tallies(page);
+    const posts = [];
+    page.on("request", (request) => {
+      if (request.method() === "POST") posts.push(request.postDataJSON().decision ?? "undo");
+    });
+    const first = await delayed(page, "/api/decisions");
+    await page.keyboard.press("d");
+    await first.asked;
+    await page.keyboard.press("u");
+    await page.keyboard.press("z");
+    await settled(page);
+    assert.deepEqual(posts, ["drop"], "an act was sent before the one before it was done");
+    await first.release();
+    await decided(page, { ...before, drop: before.drop + 1 });
+    await buttons.getByRole("button", { name: /^Drop/, pressed: true }).waitFor();
+    assert.deepEqual(posts, ["drop", "keep", "undo"]);
+    await press(page, "z", "Undone: 1 row as before.");
+    await decided(page, before);
+  },
+
+  async late_row({ page, world }) {
+    const row = expected(world).at(-2);
+    await open(page, world, `example/${row}`);
+    const buttons = page.getByRole("group", { name: `Decide on row ${row}`, exact: true });
+    await buttons.waitFor();
+    const before = await tallies(page);
+    const first = await delayed(page, `/api/examples/${row}`);
+    await press(page, "d", `Row ${row}: to drop.`);
+    await first.asked;
+    await press(page, "u", `Row ${row}: to keep.`);
+    const subject = page.getByRole("region", { name: new RegExp(`^row ${row},`) });
+    await subject.getByText("to keep", { exact: true }).waitFor();
+    await first.release();
+    assert.equal(await subject.getByText("to drop", { exact: true }).count(), 0, "the row is as it was before");
+    await press(page, "z", "Undone");
+    await press(page, "z", "Undone");
+    await decided(page, before);
+  },
+
+  async keys_right_after_the_slash({ page, world }) {
+    const slash = () =>
+      page.evaluate(() => {
+        document.body.dispatchEvent(new KeyboardEvent("keydown", { key: "/", bubbles: true, cancelable: true }));
+        return document.activeElement.name ?? document.activeElement.localName;
+      });
+    await open(page, world, "examples");
+    assert.equal(await slash(), "search", "the search should have the focus before another key can come");
+    await open(page, world);
+    assert.equal(await slash(), "search", "the search should have the focus before another key can come");
+    await page.goBack();
+    await reads(() => page.getByRole("heading", { level: 1 }).innerText(), "Overview", "the view before");
+    await page.keyboard.press("/");
+    await page.keyboard.type("digit-01");
+    await lists(
+      page,
+      expected(world, (row) => row.id.includes("digit-01")),
+    );
+  },
+
+  async letters_while_the_list_is_drawn_anew({ page, world }) {
+    await open(page, world, "examples");
+    await lists(page, expected(world));
+    await page.evaluate(() => {
+      const type = (letter) => () => document.execCommand("insertText", false, letter);
+      navigation.addEventListener("currententrychange", type("1"), { once: true }); // before the page hears of it
+      addEventListener("hashchange", type("9"), { once: true }); // and after
+    });
+    await field(page, "Search").focus();
+    await page.keyboard.insertText("digit-0");
+    await lists(page, [19]);
+    assert.equal(await field(page, "Search").inputValue(), "digit-019");
+    await page.goBack();
+    await reads(() => field(page, "Search").inputValue(), "digit-0", "the search of the address before");
+    await lists(
+      page,
+      expected(world, (row) => row.id.includes("digit-0")),
+    );
+  },
+
+  async search_that_is_left({ page, world }) {
+    await open(page, world, "examples");
+    await lists(page, expected(world));
+    await page.evaluate(async () => {
+      const box = document.querySelector("[name=search]");
+      box.value = "digit-01";
+      box.dispatchEvent(new InputEvent("input", { bubbles: true }));
+      location.hash = "#/overview";
+      await new Promise((resolve) => setTimeout(resolve, 500));
+    });
+    assert.match(page.url(), /#\/overview$/, "a search took people back to a view that they had left");
+    await page.getByRole("heading", { level: 1, name: "Overview" }).waitFor();
+  },
+};
