@@ -204,7 +204,9 @@ def _drawn(found: Sequence[Point], titles: Mapping[str, str]) -> str:
         above, heights = number % 2 == 0, [p.seconds for p in found if p.model == model]
         parameters = next(p.parameters for p in found if p.model == model)
         x, y = place(parameters / 1e6, max(heights) if above else min(heights))
-        parts += [_text(x, y - 10 if above else y + 20, titles[model], "middle" if x < _RIGHT - 60 else "end")]
+        # Those below end beneath their point: the next one to the right may lie lower.
+        anchor = "middle" if above and x < _RIGHT - 60 else "end"
+        parts += [_text(x + (0 if above else 6), y - 10 if above else y + 20, titles[model], anchor)]
     label = "Seconds of a fit against millions of parameters"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
     return f"{head}<style>{_STYLE}</style>{''.join(parts)}</svg>\n"
