@@ -44,7 +44,7 @@ bench-small: setup
 
 # Every experiment of the paper at toy size, to see that all run; results go to runs/, docs/results/paper.md has the real ones.
 EXPERIMENTS := mnist_small mnist_large mnist_long mnist_neighbours inverse_arnoldi vit_cifar image_exemplars resnet_curve \
-	scaling mt_retrieval mt_exemplars
+	scaling mt_retrieval mt_filter mt_prefiltered mt_exemplars throughput
 experiments-small: setup
 	for name in $(EXPERIMENTS); do \
 		$(BIN)/python -m experiments.$$name --small --out runs/experiments-small || exit 1; \

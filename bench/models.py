@@ -210,13 +210,21 @@ class Transformer(nn.Module):
             target: (B, T); what is padded comes last, so that no position before it sees it.
             mask: (B, S), which positions of the source are there; all if not given.
         """
-        memory, x = self.embed(source), self.embed(target)
+        return self.head(self.decode(target, self.encode(source, mask), mask))
+
+    def encode(self, source: Tensor, mask: Tensor | None = None) -> Tensor:  # (B, S) -> (B, S, width)
+        """Read the source."""
+        memory = self.embed(source)
         for block in self.encoder:
             memory = block(memory, mask)
-        memory = self.last_norms[0](memory)
+        return self.last_norms[0](memory)
+
+    def decode(self, target: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:  # -> (B, T, width)
+        """Say, before the output layer, what comes after every position of the target."""
+        x = self.embed(target)
         for block in self.decoder:
             x = block(x, memory, mask)
-        return self.head(self.last_norms[1](x))
+        return self.last_norms[1](x)
 
 
 class Bottleneck(nn.Module):

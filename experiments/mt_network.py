@@ -4,17 +4,18 @@ import argparse
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import nn
 
 import eigentrace as et
 from bench.measure import Cell, clocked
-from eigentrace.errors import ConvergenceWarning, PrecisionWarning
+from bench.models import Transformer
+from eigentrace.errors import ConvergenceWarning, InputError, PrecisionWarning
 from eigentrace.projected import ProjectedFit, load
 from experiments.frame import Session
 from experiments.models.kept import kept, name_of
@@ -55,12 +56,25 @@ SMALL = Size(SMALL_RECIPE, steps=24, sample=32, tail_steps=24, tail_sample=64, p
 class Network:
     """A trained network and the pairs it was trained on."""
 
-    model: nn.Module
+    model: Transformer
     train: Pairs
     size: Size
     path: Path
     """Where its weights are kept; its fits lie beside them."""
-    facts: Cell
+    dev: Pairs
+    """Held out."""
+    seconds: float = 0.0
+    """It took to train or read it."""
+
+    @cached_property
+    def facts(self) -> Cell:
+        """Say what the network is worth."""
+        train, model = self.train, self.model
+        some = np.sort(np.random.default_rng(0).permutation(len(train))[:4096])
+        found = {"dev": held_out(model, self.dev), "train": held_out(model, train.take(some))}
+        facts: Cell = {f"{where}_{key}": value for where, numbers in found.items() for key, value in numbers.items()}
+        parameters = sum(p.numel() for p in model.parameters())
+        return facts | {"parameters": parameters, "seconds": self.seconds, "pairs": len(train)}
 
     def task(self, layers: str) -> et.Task:
         """Make the task of all parameters, or of the blocks at the end of the decoder: 3 of 6, half at toy size."""
@@ -92,7 +106,12 @@ class Network:
 
         took = clocked(work, task.layout.device)
         if not path.exists():
-            held[0].save(path)
+            # Another process may fit the same at this time: whoever is first keeps it.
+            try:
+                held[0].save(path)
+            except InputError:
+                if not path.exists():
+                    raise
         return held[0], took
 
     def method(self, estimator: Estimator) -> et.Arnoldi:
@@ -113,12 +132,16 @@ class Network:
 
 
 def load_network(session: Session) -> tuple[Network, Corpora]:
-    """Train the network of a session, or read it back."""
+    """Train the network of a session, or read it back: once for all parts of a command."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    corpora, size, device = Corpora.of(session), size_of(session), session.device
+    return _loaded(Corpora.of(session), size_of(session), session.device)
+
+
+@lru_cache(maxsize=1)
+def _loaded(corpora: Corpora, size: Size, device: torch.device) -> tuple[Network, Corpora]:
     train = corpora.pairs("train").to(device)
     recipe = size.recipe
-    path = session.settings.cache / f"{name_of('translation', recipe, train.source, train.target)}.pt"
+    path = corpora.cache / f"{name_of('translation', recipe, train.source, train.target)}.pt"
     model = make_transformer(recipe, device, seed=0)
     seconds = clocked(
         lambda: kept(
@@ -126,11 +149,7 @@ def load_network(session: Session) -> tuple[Network, Corpora]:
         ),
         device,
     )
-    some = np.sort(np.random.default_rng(0).permutation(len(train))[:4096])
-    found = {"dev": held_out(model, corpora.pairs("dev").to(device)), "train": held_out(model, train.take(some))}
-    facts = {f"{where}_{key}": value for where, numbers in found.items() for key, value in numbers.items()}
-    facts |= {"parameters": sum(p.numel() for p in model.parameters()), "seconds": seconds, "pairs": len(train)}
-    return Network(model, train, size, path, facts), corpora
+    return Network(model, train, size, path, corpora.pairs("dev").to(device), seconds), corpora
 
 
 def size_of(session: Session) -> Size:

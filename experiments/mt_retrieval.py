@@ -1,8 +1,12 @@
 """Sentence pairs with exchanged translations, found by self-influence (Table 2 of the paper).
 
-python -m experiments.mt_retrieval --small          # phrases of a small grammar, half a minute on a CPU
-python -m experiments.mt_retrieval --data FOLDER    # Transformer Base on 163,000 pairs, minutes on a GPU
-python -m experiments.mt_retrieval --data FOLDER --parts memory
+python -m experiments.mt_retrieval --small                       # phrases of a small grammar, half a minute on a CPU
+python -m experiments.mt_retrieval --data FOLDER                 # Transformer Base on 108,700 pairs, minutes on a GPU
+python -m experiments.mt_retrieval --data FOLDER --parts network # trained once, kept in --cache
+python -m experiments.mt_retrieval --data FOLDER --parts all_arnoldi,all_tail --out ELSEWHERE
+
+Once there is a network, parts need nothing of each other: several processes can measure them at the same time, each
+into a folder of its own, to be put together by --merge.
 """
 
 import sys
@@ -25,7 +29,7 @@ from experiments.frame import Experiment, Part, Session, main
 from experiments.mt_network import (
     ALL,
     KEEPS,
-    LAYERS,
+    LAST,
     OUR_WAY,
     PAPER_WAY,
     Network,
@@ -184,35 +188,47 @@ def _features(fitted: ProjectedFit, question: Question) -> Tensor:  # (N, K)
     return fitted.features(question.ordered.data, compute=question.network.compute)
 
 
-WORK: dict[Callable[[Question, str], Found], tuple[str, ...]] = {
+Work = Callable[[Question, str], Found]
+WORK: dict[Work, tuple[str, ...]] = {
     by_rand_select: ("RandSelect",),
     by_rand_proj: ("RandProj",),
     by_the_paper: (PAPER_WAY, POSITIVE),
     with_tail: (OUR_WAY,),
 }
 """What gives which numbers."""
+PARTS = {"select": by_rand_select, "proj": by_rand_proj, "arnoldi": by_the_paper, "tail": with_tail}
 
 
-def measure(session: Session) -> None:
-    """Measure every score on the same five draws."""
-    draw = SMALL_DRAW if session.small else Draw()
-    settings = asdict(size_of(session)) | {"draw": asdict(draw)}
-    part = session.part("retrieval", "Exchanged translations found", settings)
-    wanted = [(layers, work) for layers in LAYERS for work in WORK if not _has(part, layers, work)]
-    if not wanted and part.has("network") and part.has("loss"):
+def measure_network(session: Session) -> None:
+    """Train the network, say what it is worth, and how far its loss alone goes."""
+    part, draw = _part(session)
+    if part.has("network") and part.has("loss"):
         return
     network, _ = load_network(session)
-    question = Question.of(network, draw)
     part.cell("network", lambda: network.facts)
+    question = Question.of(network, draw)
     part.cell("loss", lambda: question.judged(_loss(question), power=1))
-    for layers, work in wanted:
-        release(session.device)
-        found = attempt(lambda layers=layers, work=work: {"found": work(question, layers)})  # type: ignore[misc]
-        for key in _keys(work):
-            part.add(cell_name(layers, *key), dict(found if "failed" in found else found["found"][key]))
 
 
-def _keys(work: Callable[[Question, str], Found]) -> list[tuple[str, int]]:
+def measure(session: Session, layers: str, work: Work) -> None:
+    """Measure one kind of score on the same five draws as all others."""
+    part, draw = _part(session)
+    if _has(part, layers, work):
+        return
+    network, _ = load_network(session)
+    release(session.device)
+    found = attempt(lambda: {"found": work(Question.of(network, draw), layers)})
+    for key in _keys(work):
+        part.add(cell_name(layers, *key), dict(found if "failed" in found else found["found"][key]))
+
+
+def _part(session: Session) -> tuple[Part, Draw]:
+    draw = SMALL_DRAW if session.small else Draw()
+    settings = asdict(size_of(session)) | {"draw": asdict(draw)}
+    return session.part("retrieval", "Exchanged translations found", settings), draw
+
+
+def _keys(work: Work) -> list[tuple[str, int]]:
     return [(method, keep) for method in WORK[work] for keep in PER_METHOD[method]]
 
 
@@ -221,7 +237,7 @@ def _loss(question: Question) -> np.ndarray:
     return question.ordered.back(fitted.self_influence(question.ordered.data))
 
 
-def _has(part: Part, layers: str, work: Callable[[Question, str], Found]) -> bool:
+def _has(part: Part, layers: str, work: Work) -> bool:
     return all(part.has(cell_name(layers, *key)) for key in _keys(work))
 
 
@@ -255,7 +271,15 @@ EXPERIMENT = Experiment(
     "mt_retrieval",
     "Exchanged translations found by self-influence",
     ABOUT,
-    {"retrieval": measure, "memory": measure_memory},
+    {
+        "network": measure_network,
+        **{
+            f"{word}_{name}": partial(measure, layers=layers, work=work)
+            for word, layers in (("all", ALL), ("last", LAST))
+            for name, work in PARTS.items()
+        },
+        "memory": measure_memory,
+    },
     tables,
     figures,
     options,

@@ -15,7 +15,7 @@ from experiments.frame import Experiment, shown_on
 NAMES = (
     *("mnist_small", "mnist_large", "mnist_long", "mnist_neighbours", "inverse_arnoldi"),
     *("vit_cifar", "image_exemplars", "resnet_curve", "scaling"),
-    *("mt_retrieval", "mt_exemplars"),
+    *("mt_retrieval", "mt_filter", "mt_prefiltered", "mt_exemplars", "throughput"),
 )
 """Modules, in the order of the page."""
 

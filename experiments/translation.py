@@ -2,17 +2,20 @@
 
     python -m experiments.translation --data FOLDER --cache runs/experiments
 
-prepares the vocabulary and the tokens of all files, so that the experiments themselves need no tokenizer. FOLDER
+prepares the vocabulary and the tokens of all files, 12 MB, so that the experiments themselves need no tokenizer. FOLDER
 holds gzipped tables with a header and the columns `de` and `en`; there is no single public file of this kind.
 """
 
 import argparse
 import gzip
 import hashlib
+import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 import eigentrace as et
 from bench.command import say
@@ -27,23 +31,32 @@ from bench.models import Batch
 from eigentrace.errors import InputError
 from eigentrace.selection import Params
 from experiments.frame import Session
-from experiments.phrases import phrases
+from experiments.phrases import COUNTS, stand_ins
+from experiments.withheld import withheld
 
 FILES = {
     "train": "deen_train_clean.tsv.gz",
+    "withheld": "deen_train_clean.tsv.gz",
     "dev": "deen_dev.tsv.gz",
+    "test": "deen_test_newstest2016.tsv.gz",
     "crawl": "deen_noisy_commoncrawl.tsv.gz",
     "judged": "deen_paracrawl_human.tsv.gz",
+    "comparable": "deen_comparable_multi30k.tsv.gz",
+    "wrong_language": "xxen_paracrawl_wronglang.tsv.gz",
 }
+"""Two thirds of the first file are trained on, the other third is withheld from training."""
+_CLEAN = ("train", "withheld")
+# The column that says something about each pair.
+_SAID = {"judged": "label", "wrong_language": "lang", "test": "source"}
 PAD, BEGIN, END, UNKNOWN = range(4)
 _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 WORDS = 32_000
 # Tokens of a sentence, its end included; the few pairs with a longer side are left out.
 LONGEST = 128
-# Batches are as wide as a multiple of this: fewer shapes, hardly more padding.
-_ROUND = 8
-# At toy size: words, pairs to train on, pairs of every other kind.
-SMALL_WORDS, SMALL_TRAIN, SMALL_OTHER = 240, 480, 120
+# Batches are as wide as a multiple of this: few shapes, little more padding.
+_ROUND = 4
+SMALL_WORDS = 240
+_SPACE = "▁"
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,7 @@ class Texts:
     german: list[str]
     english: list[str]
     verdicts: list[str]
-    """What people said about each pair; empty where nobody was asked."""
+    """What people said about each pair, or its language or origin; empty where there is nothing to say."""
 
     def __len__(self) -> int:
         return len(self.german)
@@ -131,15 +144,21 @@ class Sentences:
     """Pairs one by one, in an order of their own, for `et.Data`."""
 
     def __init__(self, pairs: Pairs, order: np.ndarray) -> None:
-        self.pairs, self.order = pairs, order
+        # Cut once: many pairs are read one by one, and each cut takes longer than all else about them.
+        ordered = pairs.take(order)
+        self.sides = [
+            table[table != PAD].split(lengths.tolist())
+            for table, lengths in (
+                (ordered.source, ordered.source_lengths),
+                (ordered.target, ordered.target_lengths),
+            )
+        ]
 
     def __len__(self) -> int:
-        return len(self.order)
+        return len(self.sides[0])
 
-    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
-        row = self.order[place]
-        pairs = self.pairs
-        return pairs.source[row, : pairs.source_lengths[row]], pairs.target[row, : pairs.target_lengths[row]]
+    def __getitem__(self, place: int) -> tuple[Tensor, ...]:
+        return tuple(side[place] for side in self.sides)
 
 
 @dataclass(frozen=True)
@@ -165,15 +184,12 @@ class Ordered:
         return result
 
 
-def padded(examples: list[tuple[Tensor, Tensor]]) -> Batch:
+def padded(examples: list[tuple[Tensor, ...]]) -> Batch:
     """Collate pairs of any lengths."""
     sides = []
     for side in zip(*examples, strict=True):
-        width = _rounded(max(len(tokens) for tokens in side))
-        table = torch.full((len(side), width), PAD)
-        for row, tokens in zip(table, side, strict=True):
-            row[: len(tokens)] = tokens
-        sides.append(table)
+        table = pad_sequence(list(side), batch_first=True, padding_value=PAD)
+        sides.append(F.pad(table, (0, _rounded(table.shape[1]) - table.shape[1]), value=PAD).long())
     return _shifted(*sides)
 
 
@@ -203,8 +219,12 @@ def translation_task(model: nn.Module, params: Params = "trainable") -> et.Task:
     )
 
 
-def read_texts(path: Path) -> Texts:
+def read_texts(path: Path, verdict: str = "label") -> Texts:
     """Read a gzipped table with a header.
+
+    Args:
+        path: The file. Its sources are in the column `de`, or `xx` where they are of other languages.
+        verdict: The column that says something about each pair, if it is there.
 
     Raises:
         InputError: If the file is not there, or is no table of sentence pairs.
@@ -213,25 +233,17 @@ def read_texts(path: Path) -> Texts:
         raise InputError(f"{path.name} is not in the folder of the data. It is a gzipped table with columns de and en.")
     with gzip.open(path, "rt", encoding="utf-8", newline="\n") as file:
         head, *rows = [line.split("\t") for line in file.read().removesuffix("\n").split("\n")]
-    if not {"de", "en"} <= set(head) or any(len(row) != len(head) for row in rows):
+    source = "xx" if "xx" in head else "de"
+    if not {source, "en"} <= set(head) or any(len(row) != len(head) for row in rows):
         raise InputError(f"{path.name} has columns {head}, expected de and en, and as many fields in every line.")
-    german, english = ([row[head.index(name)] for row in rows] for name in ("de", "en"))
-    verdicts = [row[head.index("label")] for row in rows] if "label" in head else [""] * len(rows)
+    german, english = ([row[head.index(name)] for row in rows] for name in (source, "en"))
+    verdicts = [row[head.index(verdict)] for row in rows] if verdict in head else [""] * len(rows)
     return Texts(german, english, verdicts)
 
 
 def small_texts(name: str) -> Texts:
-    """Take phrases that stand in for a file; in the noisy ones a third of the targets are exchanged."""
-    pairs = phrases()
-    mixed = np.random.default_rng(0).permutation(len(pairs))
-    start = SMALL_TRAIN + SMALL_OTHER * (list(FILES).index(name) - 1)
-    rows = mixed[:SMALL_TRAIN] if name == "train" else mixed[start : start + SMALL_OTHER]
-    german, english = ([pairs[row][side] for row in rows] for side in (0, 1))
-    wrong = 0 if name in ("train", "dev") else len(rows) // 3
-    if wrong:
-        english = [*english[1:wrong], english[0], *english[wrong:]]
-    verdicts = ["A"] * wrong + ["V"] * (len(rows) - wrong) if name == "judged" else [""] * len(rows)
-    return Texts(german, english, verdicts)
+    """Take phrases that stand in for a file."""
+    return Texts(*(list(column) for column in zip(*stand_ins(name), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -251,17 +263,35 @@ class Subwords:
         """Return texts as tokens; the tokenizer is only needed the first time."""
         path = self.folder / f"tokens_{self.name}_{texts.digest}.npz"
         if not path.exists():
-            sides = [self._encoded(side) for side in (texts.german, texts.english)]
-            lengths = [np.array([len(tokens) for tokens in side], dtype=np.int64) for side in sides]
-            flat = [np.array([t for tokens in side for t in tokens], dtype=np.uint16) for side in sides]
-            unfinished = path.with_suffix(".part.npz")
-            np.savez_compressed(unfinished, source=flat[0], target=flat[1], lengths=np.stack(lengths))
+            unfinished = path.with_suffix(f".{os.getpid()}.npz")
+            flat = self._flat(texts)
+            np.savez_compressed(unfinished, source=flat["source"], target=flat["target"], lengths=flat["lengths"])
             unfinished.replace(path)
         with np.load(path) as kept:
-            return _table(kept["source"], kept["target"], kept["lengths"])
+            return _table(**kept)
 
-    def _encoded(self, sentences: list[str]) -> list[list[int]]:
-        return [[*found.ids, END] for found in self._tokenizer().encode_batch(sentences)]
+    def encoded(self, texts: Texts) -> Pairs:
+        """Return texts as tokens and keep nothing."""
+        return _table(**self._flat(texts))
+
+    def text(self, tokens: list[list[int]]) -> list[str]:
+        """Write tokens out again, without those that stand for no text. Needs no tokenizer, only what it learned."""
+        path = self.folder / f"subwords_{self.name}.json"
+        if not path.exists():
+            self._tokenizer()
+        words = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
+        pieces = {number: "" if number < len(_SPECIAL) else word for word, number in words.items()}
+        return ["".join(pieces[token] for token in one).replace(_SPACE, " ").strip() for one in tokens]
+
+    def _flat(self, texts: Texts) -> dict[str, np.ndarray]:
+        tokenizer = self._tokenizer()
+        found: dict[str, np.ndarray] = {}
+        lengths = []
+        for name, side in (("source", texts.german), ("target", texts.english)):
+            tokens = [[*one.ids, END] for one in tokenizer.encode_batch(side)]
+            lengths.append([len(one) for one in tokens])
+            found[name] = np.fromiter(chain.from_iterable(tokens), dtype=np.uint16)
+        return found | {"lengths": np.array(lengths, dtype=np.int64).reshape(2, -1)}
 
     def _tokenizer(self) -> Any:
         try:
@@ -274,7 +304,7 @@ class Subwords:
         path = self.folder / f"subwords_{self.name}.json"
         if not path.exists():
             tokenizer = Tokenizer(models.BPE(unk_token=_SPECIAL[UNKNOWN]))
-            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE)
             trainer = trainers.BpeTrainer(vocab_size=self.size, special_tokens=_SPECIAL, show_progress=False)
             tokenizer.train_from_iterator([*self.learned_from.german, *self.learned_from.english], trainer)
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -311,8 +341,8 @@ class Corpora:
         folder: Path | None = session.settings.data
         if folder is None and not session.small:
             raise InputError(
-                f"The sentence pairs have no public file to download: give the folder of {', '.join(FILES.values())} "
-                "as --data, or try --small."
+                f"The sentence pairs have no public file to download: give the folder of "
+                f"{', '.join(dict.fromkeys(FILES.values()))} as --data, or try --small."
             )
         return Corpora(folder, session.settings.cache, session.small)
 
@@ -320,18 +350,30 @@ class Corpora:
         """Read a file; at toy size some of it."""
         if self.folder is None:
             return small_texts(name)
-        texts = read_texts(self.folder / FILES[name])
+        texts = self._clean[name] if name in _CLEAN else read_texts(self.folder / FILES[name], _SAID.get(name, ""))
         if not self.small:
             return texts
         # Short ones, in few words: what so small a network can learn something of.
         short = [row for row in range(len(texts)) if max(len(texts.german[row]), len(texts.english[row])) <= 60]
-        return texts.take(short[: SMALL_TRAIN if name == "train" else SMALL_OTHER])
+        return texts.take(short[: COUNTS.get(name, COUNTS["dev"])])
+
+    @cached_property
+    def _clean(self) -> dict[str, Texts]:
+        """The file that is cut in two."""
+        assert self.folder is not None
+        texts = read_texts(self.folder / FILES["train"], "")
+        away = withheld(texts.german, texts.english)
+        return {name: texts.take(np.flatnonzero(away == (name == "withheld"))) for name in _CLEAN}
+
+    @cached_property
+    def subwords(self) -> Subwords:
+        """The vocabulary that was learned from the training pairs."""
+        return Subwords(self.texts("train"), SMALL_WORDS if self.small else WORDS, self.cache)
 
     def pairs(self, name: str) -> Pairs:
-        """Return a file's pairs as tokens of the vocabulary that was learned from the training pairs."""
-        train = self.texts("train")
-        subwords = Subwords(train, SMALL_WORDS if self.small else WORDS, self.cache)
-        return subwords.pairs(train if name == "train" else self.texts(name))
+        """Return a file's pairs as tokens."""
+        subwords = self.subwords
+        return subwords.pairs(subwords.learned_from if name == "train" else self.texts(name))
 
 
 def prepare(argv: Sequence[str]) -> int:
@@ -344,7 +386,7 @@ def prepare(argv: Sequence[str]) -> int:
     for name in FILES:
         pairs = corpora.pairs(name)
         tokens = int(pairs.source_lengths.sum() + pairs.target_lengths.sum())
-        say(f"{name:8} {len(pairs):8,} pairs, {tokens / len(pairs) / 2:.1f} tokens a sentence")
+        say(f"{name:14} {len(pairs):8,} pairs, {tokens / len(pairs) / 2:.1f} tokens a sentence")
     return 0
 
 

@@ -15,6 +15,7 @@ from experiments.models.transformer import Recipe, make_transformer, train_trans
 from experiments.mt_network import ALL, KEEPS, LAST, LAYERS, OUR_WAY, PAPER_WAY, Network, Size
 from experiments.mt_retrieval import (
     EXPERIMENT,
+    PARTS,
     SCORED_BY,
     WORK,
     Draw,
@@ -46,7 +47,7 @@ def network(tmp_path_factory):
     train = Pairs(*sides, np.arange(40))
     model = make_transformer(TINY, torch.device("cpu"), 0)
     train_transformer(model, train, TINY, 0)
-    return Network(model.eval(), train, SIZE, tmp_path_factory.mktemp("cache") / "net.pt", {})
+    return Network(model.eval(), train, SIZE, tmp_path_factory.mktemp("cache") / "net.pt", train)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +131,8 @@ def test_every_fold_has_rows_and_parameters_of_its_own(network, question):
 
 
 def test_every_row_of_the_table_has_its_work():
+    assert list(PARTS.values()) == list(WORK)
+    assert len(EXPERIMENT.parts) == 2 + len(LAYERS) * len(PARTS)
     assert [name for names in WORK.values() for name in names] == list(PER_METHOD)
     assert list(SCORED_BY) == list(WAYS)
     assert all(keep in PER_METHOD[method] for _, method, keep in PAPER)
@@ -176,6 +179,12 @@ def test_a_small_run_measures_everything(tmp_path):
     assert page.count("54.4") == 1
     assert str(tmp_path) not in page
     assert len(list(tmp_path.glob("*.svg"))) == 1
+    elsewhere = ["--small", "--out", str(tmp_path / "other"), "--cache", str(tmp_path / "cache")]
+    assert main(EXPERIMENT, [*elsewhere, "--parts", "last_proj"]) == 0
+    (other,) = json.loads((tmp_path / "other" / "mt_retrieval_small.json").read_text()).values()
+    name = cell_name(LAST, "RandProj", 10)
+    assert set(other["retrieval"]["cells"]) == {cell_name(LAST, "RandProj", keep) for keep in KEEPS}
+    assert other["retrieval"]["cells"][name]["ap"] == cells[name]["ap"]
     before = (tmp_path / "mt_retrieval_small.json").read_text()
     assert main(EXPERIMENT, [*argv, "--missing"]) == 0
     assert (tmp_path / "mt_retrieval_small.json").read_text() == before

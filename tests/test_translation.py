@@ -13,13 +13,14 @@ import eigentrace as et
 from eigentrace.curvature import Curvature
 from eigentrace.errors import InputError
 from experiments.models.transformer import Recipe, batches, held_out, make_transformer, rate, train_transformer
-from experiments.phrases import phrases
+from experiments.phrases import foreign, phrases
 from experiments.translation import (
     BEGIN,
     END,
     FILES,
     LONGEST,
     PAD,
+    UNKNOWN,
     Corpora,
     Ordered,
     Pairs,
@@ -31,6 +32,7 @@ from experiments.translation import (
     small_texts,
     translation_task,
 )
+from experiments.withheld import together, withheld
 
 CPU = torch.device("cpu")
 TINY = Recipe(8, 1, 2, words=30, steps=6, tokens=40, warm_up=3, save_every=2)
@@ -59,6 +61,8 @@ def test_a_file_gives_its_pairs_and_verdicts(tmp_path):
     assert texts == Texts(["Ja\u2028.", "Öl"], ["Yes", ""], ["V", "A"])
     _write(tmp_path / "b.tsv.gz", ("de", "en"), [("Ja", "Yes")])
     assert read_texts(tmp_path / "b.tsv.gz").verdicts == [""]
+    _write(tmp_path / "e.tsv.gz", ("lang", "xx", "en", "label"), [("fr", "Oui", "Yes", "V")])
+    assert read_texts(tmp_path / "e.tsv.gz", "lang") == Texts(["Oui"], ["Yes"], ["fr"])
     _write(tmp_path / "c.tsv.gz", ("de", "en"), [("Ja", "Yes", "more")])
     with pytest.raises(InputError, match="as many fields in every line"):
         read_texts(tmp_path / "c.tsv.gz")
@@ -69,6 +73,7 @@ def test_a_file_gives_its_pairs_and_verdicts(tmp_path):
 def test_phrases_are_pairs_that_occur_once_and_files_share_none():
     pairs = phrases()
     assert len({german for german, _ in pairs}) == len({english for _, english in pairs}) == len(pairs)
+    assert {language for *_, language in foreign()} == {"fr", "es"}
     assert ("Die Katze schläft heute.", "The cat is sleeping today.") in pairs
     texts = {name: small_texts(name) for name in FILES}
     for first, second in itertools.combinations(texts.values(), 2):
@@ -78,6 +83,49 @@ def test_phrases_are_pairs_that_occur_once_and_files_share_none():
     is_right = [pair in right for pair in zip(judged.german, judged.english, strict=True)]
     assert is_right == [verdict == "V" for verdict in judged.verdicts]
     assert all(pair in right for pair in zip(texts["train"].german, texts["train"].english, strict=True))
+
+
+def test_withheld_pairs_share_no_sentence_with_the_others():
+    draw = np.random.default_rng(0)
+    german, english = ([f"{side}{number}" for number in draw.integers(0, 2000, 1500)] for side in "de")
+    german += [f"alone{number}" for number in range(500)]
+    english += [f"by itself{number}" for number in range(500)]
+    away = withheld(german, english)
+    assert 0.25 < away.mean() <= 1 / 3
+    for side in (german, english):
+        assert not set(np.array(side)[away]) & set(np.array(side)[~away])
+    assert np.array_equal(away, withheld(german, english))
+    assert not np.array_equal(away, withheld(german, english, seed=1))
+    groups = together(["a", "b", "b", "c", "d"], ["1", "1", "2", "3", "3"])
+    assert groups[0] == groups[1] == groups[2] != groups[3] == groups[4]
+
+
+def test_files_stand_for_training_withheld_and_test(tmp_path):
+    rows = [("x", f"Satz {n}", f"sentence {n}") for n in range(300)]
+    _write(tmp_path / FILES["train"], ("source", "de", "en"), rows)
+    _write(tmp_path / FILES["test"], ("source", "de", "en"), [("newstest2016", "Ja", "Yes")])
+    corpora = Corpora(tmp_path, tmp_path / "cache", small=False)
+    train, away = corpora.texts("train"), corpora.texts("withheld")
+    assert (len(train), len(away)) == (200, 100)
+    assert sorted(train.german + away.german) == sorted(row[1] for row in rows)
+    assert set(train.verdicts) == {""}
+    assert corpora.texts("test").verdicts == ["newstest2016"]
+    assert corpora.subwords.learned_from == train
+
+
+def test_tokens_are_written_out_as_the_tokenizer_would(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    learned = small_texts("train")
+    subwords = Subwords(learned, 150, tmp_path)
+    pairs = subwords.encoded(learned)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+    assert torch.equal(pairs.source, subwords.pairs(learned).source)
+    tokens = [row[:size].tolist() for row, size in zip(pairs.target, pairs.target_lengths, strict=True)]
+    assert subwords.text(tokens) == learned.english
+    tokenizer = tokenizers.Tokenizer.from_file(str(next(tmp_path.glob("*.json"))))
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    pieces = [[7, 90, 30], [140, 12], [UNKNOWN, 60, END, PAD], []]
+    assert subwords.text(pieces) == [tokenizer.decode(one).strip() for one in pieces]
 
 
 def test_subwords_are_learned_once_and_long_pairs_left_out(tmp_path, monkeypatch):
@@ -114,7 +162,8 @@ def test_all_files_are_prepared_and_read_at_toy_size(tmp_path, capsys):
     pytest.importorskip("tokenizers")
     for name, file in FILES.items():
         texts = small_texts(name)
-        _write(tmp_path / file, ("de", "en"), [*zip(texts.german, texts.english, strict=True), ("x" * 70, "y")])
+        if name != "withheld":
+            _write(tmp_path / file, ("de", "en"), [*zip(texts.german, texts.english, strict=True), ("x" * 70, "y")])
     assert prepare(["--data", str(tmp_path), "--cache", str(tmp_path / "cache")]) == 0
     assert capsys.readouterr().out.count("pairs") == len(FILES)
     corpora = Corpora(tmp_path, tmp_path / "cache", small=True)
@@ -132,7 +181,7 @@ def test_a_batch_is_what_collating_gives(tmp_path):
     for one, other in zip(pairs.batch(rows), padded(items), strict=True):
         assert torch.equal(one, other)
     source, before, target = pairs.batch(rows)
-    assert source.shape[1] % 8 == target.shape[1] % 8 == 0
+    assert source.shape[1] % 4 == target.shape[1] % 4 == 0
     assert (before[:, 0] == BEGIN).all()
     assert torch.equal(before[:, 1:], target[:, :-1])
     numbers = torch.arange(len(pairs))[torch.from_numpy(ordered.order)]
@@ -159,11 +208,11 @@ def _scores(model, pairs, batch):
 def test_scores_do_not_depend_on_padding(model):
     pairs = _pairs(7, 5)
     longer = pairs + _pairs(1, 6, longest=30)
-    for alone, together, wide in zip(
+    for alone, at_once, wide in zip(
         _scores(model, pairs, 1), _scores(model, pairs, 7), _scores(model, longer, 8), strict=True
     ):
         assert (alone > 0).all()
-        np.testing.assert_allclose(together, alone, rtol=2e-4)
+        np.testing.assert_allclose(at_once, alone, rtol=2e-4)
         np.testing.assert_allclose(wide[:7], alone, rtol=2e-4)
 
 

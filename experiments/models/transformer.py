@@ -1,13 +1,24 @@
 """Transformer Base for translation, and how it is trained.
 
 The paper's sizes: 6 + 6 blocks, 512 wide, 8 heads, 2,048 in between, one embedding of 32k subwords for source, target
-and output, dropout 0.1, warm-up over 1,000 steps and then one over the square root of the steps. Norms come first and
-positions are sinusoids, as in the example of Flax that the paper names. What differs is the amount of training: a
-fraction of the pairs, steps and tokens, so the rate peaks at 0.001 and not 0.002.
+and output. As in the example of Flax that the paper names (examples/wmt): norms first and one after the last block,
+sinusoids as positions, ReLU, Adam with β = (0.9, 0.98), ε = 1e-9 and no weight decay, label smoothing 0.1, warm-up over
+1,000 steps and then one over the square root of the steps.
+
+What differs from that example:
+
+- The amount of training: a fraction of the pairs and tokens, so the rate peaks at 0.001 and not 0.002, and gradients
+  longer than 1 are shortened.
+- Dropout, 0.1 as there, acts on embeddings and on what each layer adds, not also on attention weights and between the
+  two layers of a feed-forward block.
+- Attention has biases, norms add 1e-5 and not 1e-6 to the variance, matrices begin as PyTorch draws them and not by
+  Xavier's rule, and the slowest sinusoid is a little faster.
+- The embedding is kept √512 times smaller and multiplied by that on the way in, where the example divides the logits
+  by it: the same network, but the embedding learns faster, and weighs more in a gradient.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -31,7 +42,8 @@ class Recipe:
     depth: int = 6
     heads: int = 8
     words: int = 32_000
-    steps: int = 4000
+    steps: int = 3000
+    """At the default size 29 times through the two thirds of the pairs that are trained on."""
     tokens: int = 16_384
     """Of the longer side of a batch, padding included: pairs of one length come together."""
     lr: float = 1e-3
@@ -43,7 +55,7 @@ class Recipe:
     save_every: int = 1000
 
 
-def make_transformer(recipe: Recipe, device: torch.device, seed: int) -> nn.Module:
+def make_transformer(recipe: Recipe, device: torch.device, seed: int) -> Transformer:
     """Draw the first weights: 60.5M of them at the default size."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -75,7 +87,12 @@ def batches(pairs: Pairs, recipe: Recipe, seed: int) -> Iterator[np.ndarray]:
 
 
 def train_transformer(
-    model: nn.Module, pairs: Pairs, recipe: Recipe, seed: int, unfinished: Path | None = None
+    model: nn.Module,
+    pairs: Pairs,
+    recipe: Recipe,
+    seed: int,
+    unfinished: Path | None = None,
+    after: Callable[[int], None] = lambda step: None,
 ) -> None:
     """Train in place, on the device that the pairs lie on; batches and dropout follow from the seed.
 
@@ -85,16 +102,18 @@ def train_transformer(
         recipe: How.
         seed: Of the order and of dropout.
         unfinished: A file that keeps the state every so many steps, so that the same call goes on from there.
+        after: Called with the number of steps done, after each of them. It may leave the model in eval mode and draw
+            random numbers: neither changes the training.
     """
     device = pairs.source.device
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.Adam(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), eps=1e-9, fused=on_gpu)
     begin = _resumed(model, optimizer, unfinished)
-    model.train()
     with torch.random.fork_rng(devices=[device] if on_gpu else []):
         for step, rows in enumerate(islice(batches(pairs, recipe, seed), begin, recipe.steps), start=begin):
             # Dropout of a step is its own, so that a training that was interrupted goes on as if it had not been.
             torch.manual_seed(seed * 1_000_003 + step)
+            model.train()
             for group in optimizer.param_groups:
                 group["lr"] = recipe.lr * rate(step + 1, recipe.warm_up)
             loss = _loss(model, pairs.batch(rows), recipe.smoothing)
@@ -105,6 +124,7 @@ def train_transformer(
             if unfinished is not None and (step + 1) % recipe.save_every == 0 and step + 1 < recipe.steps:
                 state = {"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 keep(unfinished, state)
+            after(step + 1)
     optimizer.zero_grad(set_to_none=True)
     if unfinished is not None:
         unfinished.unlink(missing_ok=True)

@@ -1,0 +1,26 @@
+"""BLEU as sacreBLEU computes it by default, which is how the paper did: mixed case, 13a, exponential smoothing."""
+
+from typing import Any
+
+from eigentrace.errors import InputError
+
+
+def bleu(guesses: list[str], references: list[str]) -> float:
+    """Return the BLEU of translations, in percent, each with one reference."""
+    return float(_metric().corpus_score(guesses, [references]).score)
+
+
+def signature() -> str:
+    """Return what sacreBLEU calls its settings."""
+    metric = _metric()
+    # The number of references is only known after a score.
+    metric.corpus_score(["a"], [["a"]])
+    return str(metric.get_signature())
+
+
+def _metric() -> Any:
+    try:
+        from sacrebleu.metrics import BLEU
+    except ImportError as error:
+        raise InputError("BLEU needs sacreBLEU: pip install sacrebleu.") from error
+    return BLEU()

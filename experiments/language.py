@@ -1,0 +1,85 @@
+"""Which language a sentence is in: naive Bayes over its letters, learned from a few sentences of each language."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# Up to so many letters in a row are counted together; the space before and after a word is one of them.
+LONGEST_GRAM = 4
+# The table has 2^18 rows: grams that meet in one row are taken for the same.
+_ROW_BITS = 18
+ROWS = 1 << _ROW_BITS
+# Of every gram in every language before any is seen.
+PRIOR_COUNT = 0.01
+# Sentences that are looked up together.
+_AT_ONCE = 8192
+
+
+@dataclass(frozen=True)
+class Languages:
+    """A classifier that has learned: how often each gram comes in each language, as a logarithm."""
+
+    names: tuple[str, ...]
+    table: np.ndarray  # (ROWS + 1, languages) float32; the last row is for what is no gram
+
+    @staticmethod
+    def learned(sentences: Mapping[str, Sequence[str]]) -> "Languages":
+        """Count the grams of some sentences of each language. All languages are equally likely beforehand."""
+        columns = []
+        for texts in sentences.values():
+            counts = np.full(ROWS, PRIOR_COUNT)
+            for grams, _ in _grams(texts):
+                counts += np.bincount(grams.ravel(), minlength=ROWS + 1)[:ROWS]
+            columns.append(np.append(np.log(counts / counts.sum()), 0.0))
+        return Languages(tuple(sentences), np.stack(columns, axis=1).astype(np.float32))
+
+    def evidence(self, sentences: Sequence[str]) -> np.ndarray:  # (N, languages)
+        """Return how likely each sentence is in each language, as a logarithm; 0 for all where it has no letters."""
+        parts = [np.zeros((0, len(self.names)))]
+        for grams, starts in _grams(sentences):
+            sums = [np.add.reduceat(self.table[column], starts, axis=0, dtype=np.float64) for column in grams]
+            # Two blanks alone are what is left of a sentence without letters.
+            has_letters = np.diff(starts, append=grams.shape[1]) > 2
+            parts.append(np.sum(sums, axis=0) * has_letters[:, None])
+        return np.concatenate(parts)
+
+    def lead(self, sentences: Sequence[str], expected: str) -> np.ndarray:  # (N,)
+        """Return by how many nats a language is ahead of the likeliest other; negative where it is behind.
+
+        Grams overlap and are counted as if they did not, so that a nat of this is worth less than one.
+        """
+        found = self.evidence(sentences)
+        place = self.names.index(expected)
+        return found[:, place] - np.delete(found, place, axis=1).max(axis=1)
+
+    def guessed(self, sentences: Sequence[str]) -> list[str]:
+        """Return the likeliest language of each sentence."""
+        return [self.names[place] for place in self.evidence(sentences).argmax(axis=1)]
+
+
+def letters(sentence: str) -> str:
+    """Return the words of a sentence in lower case, without anything that is no letter.
+
+    >>> letters("Um 8 Uhr, O'Neill!")
+    'um uhr o neill'
+    """
+    return " ".join("".join(sign if sign.isalpha() else " " for sign in sentence.lower()).split())
+
+
+def _grams(sentences: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # (LONGEST_GRAM, signs), (sentences,)
+    """Yield, for some sentences at a time, the row of every gram by where it begins, and where sentences begin."""
+    for start in range(0, len(sentences), _AT_ONCE):
+        texts = [f" {letters(one)} " for one in sentences[start : start + _AT_ONCE]]
+        signs = np.frombuffer("".join(texts).encode("utf-32-le"), dtype=np.uint32).astype(np.uint64)
+        sizes = np.array([len(text) for text in texts])
+        ends = np.repeat(np.cumsum(sizes), sizes)
+        grams = np.full((LONGEST_GRAM, len(signs)), ROWS)
+        hashed = np.zeros(len(signs), dtype=np.uint64)
+        for size in range(1, LONGEST_GRAM + 1):
+            places = np.arange(len(signs) - size + 1)
+            # Multiplied by 2^64 over the golden ratio, whose upper bits spread neighbouring numbers evenly.
+            hashed = hashed[: len(places)] * np.uint64(1_000_003) + signs[size - 1 :]
+            rows = (hashed * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - _ROW_BITS)
+            grams[size - 1, : len(places)] = np.where(places + size <= ends[: len(places)], rows, ROWS)
+        yield grams, np.cumsum(sizes) - sizes
