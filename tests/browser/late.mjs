@@ -56,6 +56,23 @@ export const late = {
     await lists(page, wanted);
   },
 
+  async a_list_without_a_server({ page, world }) {
+    await open(page, world, "examples");
+    const wanted = expected(world);
+    await lists(page, wanted);
+    world.awaited = ["ERR_FAILED", "Failed to load resource"];
+    let times = 0;
+    await page.route("**/api/examples?*", (route) => {
+      times += 1;
+      return route.abort("failed");
+    });
+    await page.evaluate(() => scrollTo(0, document.body.scrollHeight));
+    await page.waitForTimeout(3000);
+    assert.ok(times > 0 && times < 9, `the list asked ${times} times in three seconds`);
+    await page.unroute("**/api/examples?*");
+    await page.getByRole("link", { name: new RegExp(`^row ${wanted.at(-1)},`) }).waitFor();
+  },
+
   async late_scores({ page, world }) {
     const { row, none } = world.explained;
     await open(page, world, `example/${row}`);

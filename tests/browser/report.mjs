@@ -94,6 +94,13 @@ export const reported = {
     assert.equal(await page.getByRole("searchbox", { name: "Search" }).inputValue(), "no such thing");
   },
 
+  async report_searched_by_id({ page, world }) {
+    await view({ page, world }, "examples");
+    const row = expected(world, "self_influence", -1)[0];
+    await page.getByRole("searchbox", { name: "Search" }).fill(world.rows[row].id.toUpperCase());
+    await lists(page, [row]);
+  },
+
   async report_example({ page, world }) {
     const { row } = world.explained;
     const none = shortened(world.explained.none);

@@ -128,8 +128,8 @@ function bound(text) {
   return { inf: Infinity, "-inf": -Infinity }[text] ?? Number(text);
 }
 
-function textOf({ content }) {
-  return `${content.text ?? ""} ${content.target ?? ""} ${(content.tokens ?? []).map(([word]) => word).join("")}`.toLowerCase();
+function textOf({ id, content }) {
+  return `${id ?? ""}\n${content.text ?? ""} ${content.target ?? ""} ${(content.tokens ?? []).map(([word]) => word).join("")}`.toLowerCase();
 }
 
 function save(rows) {

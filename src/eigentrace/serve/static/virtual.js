@@ -3,6 +3,7 @@
 import { h, later } from "./dom.js";
 
 const PAGE = 60;
+const LONGEST_WAIT = 10_000;
 const SPARE_LINES = 3;
 // Browsers stop at some tens of millions of pixels; well before that a list is too long to scroll by hand.
 const MOST_PIXELS = 6_000_000;
@@ -22,6 +23,8 @@ export class VirtualList {
     this.pages = new Map();
     this.total = 0;
     this.focused = 0;
+    this.failures = 0;
+    this.notBefore = 0;
     this.stop = new AbortController();
     this.fetchSoon = later(60, () => this.fetchVisible());
     this.onscroll = () => {
@@ -44,6 +47,7 @@ export class VirtualList {
     cancelAnimationFrame(this.frame ?? 0);
     this.watcher.disconnect();
     this.stop.abort();
+    clearTimeout(this.again);
   }
 
   /** Forget everything and fetch the first page. */
@@ -53,6 +57,7 @@ export class VirtualList {
     this.pages.clear();
     this.clear();
     this.focused = 0;
+    this.notBefore = 0;
     const first = await this.page(0);
     if (first) this.arrange();
     return first;
@@ -143,6 +148,12 @@ export class VirtualList {
   async fetchVisible() {
     const { signal } = this.stop;
     if (signal.aborted) return;
+    const early = this.notBefore - performance.now();
+    if (early > 0) {
+      clearTimeout(this.again);
+      this.again = setTimeout(() => this.place(), early);
+      return;
+    }
     const [from, to] = this.visible();
     const first = Math.floor(from / PAGE);
     const last = Math.floor(Math.max(from, to - 1) / PAGE);
@@ -157,6 +168,7 @@ export class VirtualList {
     const waiting = this.load(number * PAGE, PAGE, stop.signal)
       .then((found) => {
         if (stop.signal.aborted) return null;
+        this.failures = 0;
         this.total = found.total;
         this.pages.set(number, found);
         this.forget(number);
@@ -165,6 +177,9 @@ export class VirtualList {
       .catch((error) => {
         if (error.name === "AbortError" || stop.signal.aborted) return null;
         this.pages.delete(number);
+        // A server that is down is asked again, but less and less often.
+        this.failures += 1;
+        this.notBefore = performance.now() + Math.min(LONGEST_WAIT, 250 * 2 ** this.failures);
         this.onfail(error);
         return null;
       });
