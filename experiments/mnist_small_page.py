@@ -26,7 +26,7 @@ the table of claims.
 1, 2, 1 and tanh, a 1×1 convolution to 10 with tanh, the mean over places, a linear layer), the penalty on weights and
 not on biases, the 6,000 digits that travel with the package, one training. All but the first epochs is in float64.
 
-- Training: 250 epochs of Adam in batches of 500, then up to 2,500 iterations of L-BFGS on all digits, instead of
+- Training: 250 epochs of Adam in batches of 500, then up to 1,000 iterations of L-BFGS on all digits, instead of
   500,000 steps. The gradient that is left is in the first table.
 - The exact Hessian has one eigenvalue that is zero whatever the training: a shift of all output biases changes no
   probability. It is inverted with 10⁻⁸ added to the diagonal; no gradient has a component there.

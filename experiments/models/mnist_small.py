@@ -28,7 +28,7 @@ class Recipe:
     """Of Adam, falling to a hundredth along a line."""
     num_checkpoints: int = 25
     """Weights are kept so many times, evenly along the epochs."""
-    iterations: int = 2500
+    iterations: int = 1000
     """Of L-BFGS, at most."""
     tolerance: float = 1e-7
     """L-BFGS ends when no component of the gradient is larger."""
