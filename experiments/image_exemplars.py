@@ -171,6 +171,20 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+VERDICT = """\
+As in the paper, the top tenth of CIFAR-10 by self-influence is what the network gets wrong (44% predicted as labelled,
+in the middle and at the bottom all), though the loss alone ranks nearly the same pictures there (Spearman 0.99 and
+above). With gradients as they are, proponents are outliers of large norm, the same few again and again (36% different
+ones); at unit length they are ordinary pictures of the same class (75% different).
+
+Then a picture should be its own strongest proponent, says the paper. With its ten directions that holds for 7% of the
+pictures here, with the tail for all: ten directions tell classes and kinds apart, not single pictures.
+
+The photos are a failure worth knowing: the network has learned all 250 by heart, and neither self-influence nor the
+loss finds the doubtful labels (AUC 37 to 39, below chance).
+
+Seconds were taken while other programs used the same GPU, so they compare with each other only."""
+
 EXPERIMENT = Experiment(
     name="image_exemplars",
     title="Pictures by self-influence, and who speaks for them",
@@ -183,6 +197,7 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     options=_options,
+    verdict=VERDICT,
 )
 
 if __name__ == "__main__":
