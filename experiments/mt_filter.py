@@ -1,7 +1,7 @@
 """Selecting training pairs of a noisy corpus by self-influence, and training again (Table 3 of the paper).
 
 python -m experiments.mt_filter --small                              # phrases of a small grammar, on a CPU
-python -m experiments.mt_filter --data FOLDER --parts scores         # first: the scores of all pairs, kept in --cache
+python -m experiments.mt_filter --data FOLDER --parts corpus,scores  # first: the scores of all pairs, kept in --cache
 python -m experiments.mt_filter --data FOLDER --parts none,arnoldi_10,arnoldi_50    # then any of the selections
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.measure import Cell
 from eigentrace.evaluate import retrieval
-from experiments.frame import Experiment, Session, main
+from experiments.frame import Experiment, Part, Session, main
 from experiments.mt_filter_page import ABOUT, SELECTIONS, figures, label, tables
 from experiments.mt_selection import PER_TOKEN, SCORES, Bench, begin, options, retrained, size_of
 from experiments.noisy_corpus import CLEAN, KINDS, WITHOUT_VERDICT, NoisyCorpus, described
@@ -54,21 +54,33 @@ def kept_of(prefiltered: Prefiltered, corpus: NoisyCorpus) -> dict[str, Cell]:
     return by_kind | {"all": everything}
 
 
-def measure_scores(session: Session) -> None:
-    """Score the noisy corpus in every way, and say how well each score tells noise from clean pairs."""
-    part = session.part("scores", "Scores of the noisy corpus", {"network": repr(size_of(session))})
+def measure_corpus(session: Session) -> None:
+    """Say what the noisy corpus consists of, and what the rules keep of it; nothing of this needs a network."""
+    part = _scores_part(session)
     bench = Bench.of(session)
     part.cell("corpus", lambda: {"kinds": described(bench.corpus), "pairs": len(bench.corpus)})
     part.cell("languages", lambda: dict(languages_told(bench.corpora, learned_languages(bench.corpora))))
     part.cell("prefilter", lambda: {"kept": kept_of(bench.prefiltered(), bench.corpus)})
+
+
+def measure_scores(session: Session) -> None:
+    """Score the noisy corpus in every way, and say how well each score tells noise from clean pairs."""
+    part = _scores_part(session)
+    bench = Bench.of(session)
     part.cell("network", lambda: bench.network.facts)
     for score in SCORES:
         for name in (score, score + PER_TOKEN):
             part.cell(name, lambda name=name: _ranked(bench, name))  # type: ignore[misc]
 
 
+def _scores_part(session: Session) -> Part:
+    return session.part("scores", "Scores of the noisy corpus", {"network": repr(size_of(session))})
+
+
 def _ranked(bench: Bench, name: str) -> Cell:
-    return ranking(bench.scores(name), bench.corpus) | {"seconds": bench.seconds(name)}
+    scores = bench.scores(name)
+    more = {"below 0": 100 * float((scores < 0).mean()), "seconds": bench.seconds(name)}
+    return ranking(scores, bench.corpus) | more
 
 
 def measure_selection(session: Session, name: str) -> None:
@@ -91,7 +103,8 @@ EXPERIMENT = Experiment(
     "mt_filter",
     "Selecting pairs of a noisy corpus by self-influence",
     ABOUT,
-    {"scores": measure_scores} | {name: partial(measure_selection, name=name) for name in SELECTIONS},
+    {"corpus": measure_corpus, "scores": measure_scores}
+    | {name: partial(measure_selection, name=name) for name in SELECTIONS},
     tables,
     figures,
     options,

@@ -99,8 +99,9 @@ subwords are left out.
   doubt stay; without letters it goes.
 
 `python -m experiments.mt_filter --data FOLDER` runs all of it, minutes on a GPU. `--parts scores` keeps the scores in
-`--cache`; the selections, each a part, can then be trained on by several processes at the same time. With `--small`,
-phrases of a small grammar stand in: it shows that everything runs, and nothing else.
+`--cache`, faster with `--score-precision bf16`, which all commands must then be given; the selections, each a part, can
+then be trained on by several processes at the same time, each into an `--out` of its own, to be put together by
+`--merge`. With `--small`, phrases of a small grammar stand in: it shows that everything runs, and nothing else.
 """
 _RULES = ("AFRL", "Alibaba", "Microsoft", "all")
 
@@ -164,13 +165,17 @@ def _rankings(cells: dict[str, Cell], notes: Notes) -> list[str]:
         (
             name,
             *(shown(cells.get(name), key, ".1f", notes) for key in keys),
+            shown(cells.get(name), "below 0", ".1f", notes),
             shown(cells.get(name), "seconds", ".0f", notes),
         )
         for score in SCORES
         for name in (score, score + PER_TOKEN)
     ]
-    said = "High scores against clean pairs, kind by kind; against valid pairs where people judged. AUC in percent."
-    return [*table(("score", *headings, "seconds"), rows), "", said]
+    said = (
+        "High scores against clean pairs, kind by kind; against valid pairs where people judged. AUC in percent. "
+        "A score below 0 comes of directions of negative curvature, and is selected first."
+    )
+    return [*table(("score", *headings, "below 0, %", "seconds"), rows), "", said]
 
 
 def steps_of(record: Record) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ KEEPS = (10, 20)
 ALL, LAST = "all layers", "last 3 decoder layers"
 LAYERS = (ALL, LAST)
 Estimator = Literal["Arnoldi", "Arnoldi + tail"]
+Precision = Literal["fp32", "bf16"]
 PAPER_WAY: Estimator = "Arnoldi"
 OUR_WAY: Estimator = "Arnoldi + tail"
 
@@ -45,7 +46,13 @@ class Size:
     """Pairs of a curvature product that go through the network together."""
     batch: int = 512
     """Pairs that are scored together."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precision = "fp32"
+    """Of curvature."""
+    basis: Precision = "bf16"
+    """What the vectors of the iteration and the rows are held in: in fp32, 200 of them are more numbers than a product
+    of cuBLAS with a vector may have."""
+    score_precision: Precision = "fp32"
+    """Of scores with a fit."""
 
 
 SMALL_RECIPE = Recipe(32, 2, 2, words=240, steps=100, tokens=400, lr=1e-2, warm_up=30, dropout=0.0, save_every=50)
@@ -85,7 +92,7 @@ class Network:
     @property
     def compute(self) -> et.Compute:
         """How pairs are scored."""
-        return et.Compute(precision=self.size.precision, batch="data")
+        return et.Compute(precision=self.size.score_precision, batch="data")
 
     def fit(self, layers: str, estimator: Estimator) -> tuple[ProjectedFit, float]:
         """Take the curvature of the training pairs, or read it back; return it with the seconds that took."""
@@ -116,7 +123,7 @@ class Network:
 
     def method(self, estimator: Estimator) -> et.Arnoldi:
         """Return the settings: the paper's, or Gauss-Newton on a fixed sample with the tail."""
-        size, keep = self.size, max(KEEPS)
+        size, keep, basis = self.size, max(KEEPS), et.Basis(dtype=self.size.basis)
         if estimator == PAPER_WAY:
             return et.Arnoldi(
                 size.steps,
@@ -126,9 +133,12 @@ class Network:
                 sample=size.sample,
                 spread=True,
                 precision=size.precision,
+                basis=basis,
                 compile=False,
             )
-        return et.Arnoldi(size.tail_steps, keep, sample=size.tail_sample, precision=size.precision, compile=False)
+        return et.Arnoldi(
+            size.tail_steps, keep, sample=size.tail_sample, precision=size.precision, basis=basis, compile=False
+        )
 
 
 def load_network(session: Session) -> tuple[Network, Corpora]:
@@ -158,17 +168,21 @@ def size_of(session: Session) -> Size:
         return SMALL
     settings = session.settings
     return Size(
-        replace(Recipe(), steps=settings.steps), precision=settings.precision, product_batch=settings.product_batch
+        replace(Recipe(), steps=settings.steps),
+        product_batch=settings.product_batch,
+        precision=settings.precision,
+        score_precision=settings.score_precision,
     )
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add what the translation experiments understand."""
     parser.add_argument(
-        "--cache", type=Path, default=Path("runs/experiments"), help="where networks and fits (12 GB) are kept"
+        "--cache", type=Path, default=Path("runs/experiments"), help="where networks and fits (6 GB) are kept"
     )
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="steps of training")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of curvature and scores")
+    parser.add_argument("--precision", choices=get_args(Precision), default="fp32", help="of curvature")
+    parser.add_argument("--score-precision", choices=get_args(Precision), default="fp32", help="of scores with a fit")
     parser.add_argument("--product-batch", type=int, default=Size.product_batch, help="pairs per pass of a product")
 
 

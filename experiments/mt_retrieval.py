@@ -55,6 +55,8 @@ Engine = Literal["layerwise", "forward", "reverse"]
 
 # Of RandProj: drawing rows of 60M numbers takes longer than scoring with them.
 ROW_SETS = 2
+# Pairs of which whole gradients are taken together at most: those of the embedding are then just below 2³¹ numbers.
+WHOLE_AT_ONCE = 128
 
 SCORED_BY: dict[str, tuple[et.RandSelect | et.RandProj, Engine]] = {
     WAYS[0]: (et.RandSelect(100), "reverse"),
@@ -160,9 +162,9 @@ def with_tail(question: Question, layers: str) -> Found:
 
 
 def by_rand_proj(question: Question, layers: str) -> Found:
-    """Sets of rows that the folds take in turn. Rows are independent, so all go through the network together."""
-    most = max(KEEPS)
-    squares = _squares(question, layers, et.RandProj(ROW_SETS * most)).reshape(-1, ROW_SETS, most)
+    """Sets of rows that the folds take in turn."""
+    sets = [_squares(question, layers, et.RandProj(max(KEEPS), seed=seed)) for seed in range(ROW_SETS)]
+    squares = np.stack(sets, axis=1)  # (N, sets, K)
     turns = squares[:, np.arange(question.draw.folds) % ROW_SETS]
     return {("RandProj", keep): question.judged(turns[:, :, :keep].mean(axis=2)) for keep in KEEPS}
 
@@ -251,16 +253,26 @@ def measure_memory(session: Session) -> None:
     network, _ = load_network(session)
     some = np.sort(np.random.default_rng(0).permutation(len(network.train))[:count])
     data = Ordered.of(network.train.take(some), max(BATCHES)).data
+    held: dict[et.RandSelect | et.RandProj, ProjectedFit] = {}
     for (way, size), name in names.items():
-        part.cell(name, lambda way=way, size=size: _memory(network, data, way, size))  # type: ignore[misc]
+        part.cell(name, lambda way=way, size=size: _memory(network, data, way, size, held))  # type: ignore[misc]
 
 
-def _memory(network: Network, data: et.Data, way: str, size: int) -> Cell:
+def _memory(
+    network: Network, data: et.Data, way: str, size: int, held: dict[et.RandSelect | et.RandProj, ProjectedFit]
+) -> Cell:
+    """Score with rows that are drawn once, and of one kind at a time: others would count as memory too."""
     method, engine = SCORED_BY[way]
     task = network.task(ALL)
     device = task.layout.device
-    fitted = method.fit(task, data)
-    compute = et.Compute(engine=engine, precision=network.size.precision, batch=size)
+    if method not in held:
+        held.clear()
+        held[method] = method.fit(task, data)
+    fitted = held[method]
+    # Whole gradients are otherwise taken of as many pairs at a time as a share of the memory holds, whatever the batch.
+    whole = 2 * task.layout.numel * task.layout.dtype.itemsize * min(size, WHOLE_AT_ONCE)
+    memory = whole if engine == "reverse" else None
+    compute = et.Compute(engine=engine, precision=network.size.score_precision, memory=memory, batch=size)
     release(device)
     _, seconds = timed(lambda: fitted.self_influence(data.rebatched(size), compute=compute), device)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

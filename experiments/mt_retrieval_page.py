@@ -49,7 +49,7 @@ trained on with their true targets.
   self-influence by T². The curvature is that of the sums for both.
 - *Arnoldi* is the paper's: Hessian, 200 products, each on 512 new training pairs, nothing beyond K;
   *λ > 0* leaves its directions of negative curvature out. *Arnoldi + tail* is ours: Gauss-Newton, 60 products on one
-  sample of 1,024 pairs, the other directions counted by δ = λ_K.
+  sample of 1,024 pairs, the other directions counted by δ = λ_K. Products are in float32, vectors held in bfloat16.
 - *RandSelect* picks other parameters for each of the five draws, *RandProj* takes two sets of rows in turn; ± is the
   standard deviation over the five.
 - The *loss* costs one forward pass.
@@ -59,11 +59,13 @@ trained on with their true targets.
 
 *Memory* is what scoring 1,024 training pairs takes at most at one batch size, the network and the rows included. The
 paper had to go down from 512 to 64 pairs for RandSelect, which takes gradients, while dense rows, Arnoldi's or
-RandProj's, went by forward mode. A batch that does not fit is halved, and the number is then that of the smaller one.
+RandProj's, went by forward mode. Here whole gradients are taken of at most 128 pairs together, and any batch that does
+not fit goes through in parts: the number is then theirs.
 
 `python -m experiments.mt_retrieval --data FOLDER` runs all of it, minutes on a GPU; `--steps` trains for longer,
-`--precision bf16` takes curvature and scores in bfloat16. With `--small`, phrases of a small grammar stand in for the
-corpus and half of a tiny decoder for its last three blocks: it shows that everything runs, and nothing else.
+`--precision bf16` takes curvature in bfloat16, `--score-precision bf16` scores. With `--small`, phrases of a small
+grammar stand in for the corpus and half of a tiny decoder for its last three blocks: it shows that everything runs, and
+nothing else.
 """
 
 

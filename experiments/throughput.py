@@ -53,7 +53,7 @@ and, it seems, with sentences packed into rows. It does not say what that includ
 
 **Here** one GPU scores real pairs with the network of [mt_retrieval](mt_retrieval.md), Transformer Base, and its
 Arnoldi fit, cut to K = {KEEP}. The pairs are 163,118 translations by people, of which the network was trained on two
-thirds, and 9,999 of the web; 14 and 31 subwords a sentence. Each is read once and scored once, sorted by length;
+thirds, and 9,999 of the web; 14 and 32 subwords a sentence. Each is read once and scored once, sorted by length;
 sentences are not packed.
 
 - *Reading*: gzipped text on the disk to tokens, by the tokenizer's own threads.

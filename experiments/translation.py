@@ -134,7 +134,8 @@ class Pairs:
 
     def batch(self, rows: np.ndarray) -> Batch:
         """Return what the model reads and should say: sources, targets moved on by one, targets."""
-        index = torch.from_numpy(rows).to(self.source.device)
+        # Not waited for: a training would stand still at every step until the one before it is done.
+        index = torch.from_numpy(rows).to(self.source.device, non_blocking=True)
         source = self.source[index, : _rounded(self.source_lengths[rows].max())].long()
         target = self.target[index, : _rounded(self.target_lengths[rows].max())].long()
         return _shifted(source, target)

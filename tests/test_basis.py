@@ -103,3 +103,21 @@ def test_float64_basis_and_models():
     narrow = held(5, split=False, dtype="bf16", working=torch.float64)
     assert narrow.dots(5, w).dtype == torch.float64
     assert torch.allclose(narrow.dots(5, w), narrow.store.double() @ w, rtol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 5, 6])
+def test_rows_that_are_too_many_numbers_are_multiplied_in_blocks(monkeypatch, count):
+    rows = torch.randn(6, 1000, dtype=torch.float64)
+    vectors = Vectors(6, rows[0], Basis())
+    for index, row in enumerate(rows):
+        vectors.put(index, row)
+    w, one, many = torch.randn(1000).double(), torch.randn(count).double(), torch.randn(3, count).double()
+    sizes = []
+    monkeypatch.setattr("eigentrace.basis._MOST_NUMBERS", 2500)
+    blocks = vectors._blocks
+    monkeypatch.setattr(vectors, "_blocks", lambda count: [sizes.append(b.stop - b.start) or b for b in blocks(count)])
+    torch.testing.assert_close(vectors.dots(count, w), rows[:count] @ w)
+    torch.testing.assert_close(vectors.combine(one), one @ rows[:count])
+    torch.testing.assert_close(vectors.combine(many), many @ rows[:count])
+    assert max(sizes) <= 2
+    assert sum(sizes) == 3 * count

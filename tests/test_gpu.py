@@ -117,6 +117,19 @@ def test_vectors_keep_the_digits_of_float32(monkeypatch, dtype, place):
     assert vectors.release(4).is_pinned() == (place == "host")
 
 
+def test_a_basis_of_more_than_2_to_the_31_numbers():
+    size, count = 60_000_001, 40
+    vectors = Vectors(count, torch.zeros(size, device="cuda"), et.Basis())
+    for index in range(count):
+        vectors.store[index].fill_(index + 1)
+    w = torch.zeros(size, device="cuda")
+    w[0] = w[-1] = 1.0
+    expected = 2.0 * torch.arange(1, count + 1, device="cuda")
+    torch.testing.assert_close(vectors.dots(count, w), expected)
+    mixed = vectors.combine(torch.ones(count))
+    assert mixed[0].item() == mixed[-1].item() == count * (count + 1) / 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
 def test_compiled_products_are_close(kind):

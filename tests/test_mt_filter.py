@@ -162,7 +162,7 @@ def test_the_network_that_is_trained_again_has_the_size_the_page_says():
 
 
 def test_every_selection_is_a_part():
-    assert list(EXPERIMENT.parts) == ["scores", *SELECTIONS]
+    assert list(EXPERIMENT.parts) == ["corpus", "scores", *SELECTIONS]
     assert all(part_name(*key) in SELECTIONS for key in PAPER)
     assert SELECTIONS["arnoldi_tail_per_token_25"] == (OUR_WAY + PER_TOKEN, 25)
     assert {way.removesuffix(PER_TOKEN) for way in PER_WAY} == {*SCORES, RANDOM}

@@ -17,6 +17,7 @@ from experiments.mt_retrieval import (
     EXPERIMENT,
     PARTS,
     SCORED_BY,
+    WHOLE_AT_ONCE,
     WORK,
     Draw,
     Question,
@@ -120,11 +121,25 @@ def test_a_fit_is_kept_for_the_next_command(network, question):
     }
 
 
+def test_the_precision_of_scores_leaves_the_fit_as_it_is(network):
+    coarse = replace(network, size=replace(network.size, score_precision="bf16"))
+    assert (network.compute.precision, coarse.compute.precision) == ("fp32", "bf16")
+    for estimator in (PAPER_WAY, OUR_WAY):
+        assert coarse.method(estimator) == network.method(estimator)
+
+
+def test_no_product_of_a_full_fit_has_more_numbers_than_cublas_counts():
+    """Rows that are multiplied as they lie, in float32, must stay below 2³¹ numbers; those of bfloat16 are packed."""
+    assert Size().basis == "bf16"
+    assert max(KEEPS) * 60_524_544 < 2**31
+    assert WHOLE_AT_ONCE * Recipe().words * Recipe().width < 2**31
+    assert all(method.keep <= max(KEEPS) for method, _ in SCORED_BY.values() if isinstance(method, et.RandProj))
+
+
 def test_every_fold_has_rows_and_parameters_of_its_own(network, question):
     task, data = network.task(LAST), question.ordered.data
-    rows = et.RandProj(2 * max(KEEPS)).fit(task, data).features(data)
-    squares = question.ordered.back(rows) ** 2
-    columns = np.stack([squares[:, start : start + 10].mean(axis=1) for start in (0, max(KEEPS))], axis=1)
+    sets = [et.RandProj(max(KEEPS), seed=seed).fit(task, data).features(data) for seed in (0, 1)]
+    columns = np.stack([(question.ordered.back(rows)[:, :10] ** 2).mean(axis=1) for rows in sets], axis=1)
     assert by_rand_proj(question, LAST)["RandProj", 10]["ap"] == pytest.approx(question.judged(columns)["ap"])
     picked = by_rand_select(question, LAST)
     assert set(picked) == {("RandSelect", keep) for keep in SELECTED}

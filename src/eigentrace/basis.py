@@ -18,6 +18,8 @@ _CHUNK_NUMBERS = 1 << 24
 _PACKED_NUMBERS = 1 << 28
 # Chunks and rows begin at multiples of this many numbers.
 _ALIGNED = 64
+# Numbers of a basis that are multiplied in one call: cuBLAS counts those of a matrix-vector product in 32 bits.
+_MOST_NUMBERS = (1 << 31) - 1
 # Terms of a dot product of bfloat16 numbers that a GPU sums at once: it cuts partial sums to 24 bits every 16 terms,
 # so that 2,048 of one sign lose 4e-6 of their sum at worst.
 _PIECE = 1 << 11
@@ -90,7 +92,7 @@ class Vectors:
     def dots(self, count: int, w: Tensor) -> Tensor:  # (P,) -> (count,)
         """Multiply the first `count` vectors with w."""
         if self._direct:
-            return self.store[:count] @ w
+            return torch.cat([self.store[rows] @ w for rows in self._blocks(count)])
         right = thirds(w) if self._split else w[None]
         parts = (self._products(part, right[:, columns]) for columns, part in self._parts(count))
         return _sum(parts).sum(dim=1).to(self.working)
@@ -99,7 +101,11 @@ class Vectors:
         """Form k linear combinations of the first `count` vectors."""
         coefficients = coefficients.to(self.device, self.working)
         if self._direct:
-            return coefficients @ self.store[: coefficients.shape[-1]]
+            first, *others = self._blocks(coefficients.shape[-1])
+            total = coefficients[..., first] @ self.store[first]
+            for rows in others:
+                total += coefficients[..., rows] @ self.store[rows]
+            return total
         result = torch.empty(*coefficients.shape[:-1], self.store.shape[1], dtype=self.working, device=self.device)
         for columns, mixed in self._mixed(torch.atleast_2d(coefficients)):
             result[..., columns] = mixed.view(*coefficients.shape[:-1], -1)
@@ -130,20 +136,27 @@ class Vectors:
         self.store = kept
         return kept
 
+    def _blocks(self, count: int) -> Iterator[slice]:
+        """Cut the first `count` vectors into runs that one call may multiply."""
+        most = max(1, _MOST_NUMBERS // max(1, self.store.shape[1]))
+        return (slice(start, min(start + most, count)) for start in range(0, max(1, count), most))
+
     def _products(self, part: Tensor, right: Tensor) -> Tensor:  # (m, width), (n, width) -> (m, n) float64
         if self._split:
             return in_pieces(part, right)
-        return (part.to(self.working) @ right.to(self.working).T).double()
+        left, right = (side.to(self.working).contiguous() for side in (part, right))
+        return (left @ right.T).double()
 
     def _mixed(self, coefficients: Tensor) -> Iterator[tuple[slice, Tensor]]:  # (k, count) -> (k, width) at a time
         k, count = coefficients.shape
         left = thirds(coefficients).flatten(0, 1) if self._split else coefficients
         for columns, part in self._parts(count, len(left)):
+            # Packed first: with rows gigabytes apart, matrix products read outside of them (cuBLAS 13, H200).
+            packed = part.contiguous()
             if self._split:
-                # Packed first: with rows gigabytes apart, matrix products read outside of them (cuBLAS 13, H200).
-                yield columns, times(left, part.contiguous()).view(3, k, -1).sum(dim=0)
+                yield columns, times(left, packed).view(3, k, -1).sum(dim=0)
             else:
-                yield columns, left @ part.to(self.working)
+                yield columns, left @ packed.to(self.working)
 
     def _parts(self, count: int, results: int = 0) -> Iterator[tuple[slice, Tensor]]:
         """Yield columns of the first `count` vectors, in the type of the storage, where they are to be multiplied."""
