@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from bench.models import Batch, Entry
 from eigentrace.errors import EigentraceWarning
 
 Cell = dict[str, Any]
+Result = TypeVar("Result")
 Precision = Literal["fp32", "bf16"]
 
 # Calls timed together last at least this long, so that launching a kernel is not waited for call by call.
@@ -106,11 +107,16 @@ def profiled(step: Callable[[], Any], device: torch.device) -> list[str]:
 
 def clocked(work: Callable[[], Any], device: torch.device) -> float:
     """Return the seconds that some work takes, the device's queue included."""
+    return with_seconds(work, device)[1]
+
+
+def with_seconds(work: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
+    """Return what some work gives, and the seconds that it takes, the device's queue included."""
     synchronize(device)
     start = time.perf_counter()
-    work()
+    result = work()
     synchronize(device)
-    return time.perf_counter() - start
+    return result, time.perf_counter() - start
 
 
 def synchronize(device: torch.device) -> None:

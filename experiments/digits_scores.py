@@ -1,7 +1,6 @@
 """The scores of the paper's tables on digits, and ours beside them: how well each finds the wrong labels, how fast."""
 
 import argparse
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
-from bench.measure import Cell, reason, synchronize
+from bench.measure import Cell, reason, with_seconds
 from bench.record import Notes, Record, shown, table
 from eigentrace.errors import ConvergenceWarning, EigentraceWarning
 from eigentrace.evaluate import retrieval
@@ -70,11 +69,7 @@ def timed(work: Callable[[], Any], device: torch.device) -> Timed:
     """Do some work, the device's queue included; warnings of the package go into the record instead of the terminal."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", EigentraceWarning)
-        synchronize(device)
-        start = time.perf_counter()
-        value = work()
-        synchronize(device)
-        seconds = time.perf_counter() - start
+        value, seconds = with_seconds(work, device)
     told = [w for w in caught if issubclass(w.category, EigentraceWarning)]
     unsettled = [str(w.message) for w in told if issubclass(w.category, ConvergenceWarning)]
     others = [str(w.message) for w in told if not issubclass(w.category, ConvergenceWarning)]

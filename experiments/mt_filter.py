@@ -14,7 +14,7 @@ from bench.measure import Cell
 from eigentrace.evaluate import retrieval
 from experiments.frame import Experiment, Part, Session, main
 from experiments.mt_filter_page import ABOUT, SELECTIONS, figures, label, tables
-from experiments.mt_selection import PER_TOKEN, SCORES, Bench, begin, options, retrained, size_of
+from experiments.mt_selection import PER_TOKEN, SCORES, Bench, begin, measure_choice, options, size_of
 from experiments.noisy_corpus import CLEAN, KINDS, WITHOUT_VERDICT, NoisyCorpus, described
 from experiments.prefilters import Prefiltered, languages_told, learned_languages
 
@@ -87,16 +87,7 @@ def measure_selection(session: Session, name: str) -> None:
     """Train again on one selection."""
     part = begin(session, "selections", "Training on selections")
     way, percent = SELECTIONS[name]
-    title = label(way, percent)
-    if part.has(title):
-        return
-
-    def work() -> Cell:
-        bench = Bench.of(session)
-        rows = bench.chosen(way, percent)
-        return bench.makeup(rows) | retrained(bench, rows)
-
-    part.cell(title, work)
+    measure_choice(part, label(way, percent), lambda bench: bench.chosen(way, percent))
 
 
 EXPERIMENT = Experiment(

@@ -2,7 +2,6 @@
 
 import argparse
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from hashlib import sha256
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 import eigentrace as et
-from bench.measure import Cell, clocked
+from bench.measure import Cell, Precision, clocked, with_seconds
 from bench.models import Transformer
 from eigentrace.errors import ConvergenceWarning, InputError, PrecisionWarning
 from eigentrace.projected import ProjectedFit, load
@@ -26,7 +25,6 @@ KEEPS = (10, 20)
 ALL, LAST = "all layers", "last 3 decoder layers"
 LAYERS = (ALL, LAST)
 Estimator = Literal["Arnoldi", "Arnoldi + tail"]
-Precision = Literal["fp32", "bf16"]
 PAPER_WAY: Estimator = "Arnoldi"
 OUR_WAY: Estimator = "Arnoldi + tail"
 
@@ -49,8 +47,8 @@ class Size:
     precision: Precision = "fp32"
     """Of curvature."""
     basis: Precision = "bf16"
-    """What the vectors of the iteration and the rows are held in: in fp32, 200 of them are more numbers than a product
-    of cuBLAS with a vector may have."""
+    """What the vectors of the iteration and the rows are held in: 24 GB for 200 of them, and no product of
+    more numbers than cuBLAS counts, where fp32 would take twice that and blocks."""
     score_precision: Precision = "fp32"
     """Of scores with a fit."""
 
@@ -98,28 +96,26 @@ class Network:
         """Take the curvature of the training pairs, or read it back; return it with the seconds that took."""
         method, task = self.method(estimator), self.task(layers)
         path = self.path.with_name(f"{self.path.stem}_{sha256(f'{layers} {method}'.encode()).hexdigest()[:16]}")
-        held: list[ProjectedFit] = []
 
-        def work() -> None:
+        def work() -> ProjectedFit:
             if path.exists():
-                held.append(load(path, task))
-                return
+                return load(path, task)
             with warnings.catch_warnings():
                 # Products on new pairs each time settle on nothing. A finite difference crosses kinks of ReLU, so that
                 # every Hessian of this network is warned about; a test compares it with double backward.
                 for expected in (ConvergenceWarning, PrecisionWarning):
                     warnings.simplefilter("ignore", expected)
-                held.append(method.fit(task, Ordered.of(self.train, self.size.product_batch).data))
+                return method.fit(task, Ordered.of(self.train, self.size.product_batch).data)
 
-        took = clocked(work, task.layout.device)
+        fitted, took = with_seconds(work, task.layout.device)
         if not path.exists():
             # Another process may fit the same at this time: whoever is first keeps it.
             try:
-                held[0].save(path)
+                fitted.save(path)
             except InputError:
                 if not path.exists():
                     raise
-        return held[0], took
+        return fitted, took
 
     def method(self, estimator: Estimator) -> et.Arnoldi:
         """Return the settings: the paper's, or Gauss-Newton on a fixed sample with the tail."""
@@ -184,10 +180,3 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=get_args(Precision), default="fp32", help="of curvature")
     parser.add_argument("--score-precision", choices=get_args(Precision), default="fp32", help="of scores with a fit")
     parser.add_argument("--product-batch", type=int, default=Size.product_batch, help="pairs per pass of a product")
-
-
-def timed(work: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, float]:
-    """Return what some work gives, and the seconds it took."""
-    held: list[torch.Tensor] = []
-    took = clocked(lambda: held.append(work()), device)
-    return held[0], took

@@ -7,7 +7,8 @@ python -m experiments.mt_prefiltered --data FOLDER    # with the scores that mt_
 import sys
 from functools import partial
 
-from bench.measure import Cell
+import numpy as np
+
 from bench.record import Notes, shown, table
 from experiments.frame import Experiment, Records, Session, main
 from experiments.mt_filter_page import bleu_columns, bleu_figures, bleu_numbers, makeup_table, part_name
@@ -19,8 +20,8 @@ from experiments.mt_selection import (
     RANDOM,
     Bench,
     begin,
+    measure_choice,
     options,
-    retrained,
 )
 
 NOTHING = "nothing"
@@ -60,18 +61,12 @@ def measure(session: Session, name: str) -> None:
     """Train again on what is left."""
     part = begin(session, "dropped", "Dropped after the prefilter")
     way, percent = PARTS[name]
-    title = label(way, percent)
-    if part.has(title):
-        return
 
-    def work() -> Cell:
-        bench = Bench.of(session)
+    def choose(bench: Bench) -> np.ndarray:  # (n,)
         rows = bench.chosen(PREFILTER)
-        if percent is not None:
-            rows = bench.chosen(way, 100 - percent, among=rows)
-        return bench.makeup(rows) | retrained(bench, rows)
+        return rows if percent is None else bench.chosen(way, 100 - percent, among=rows)
 
-    part.cell(title, work)
+    measure_choice(part, label(way, percent), choose)
 
 
 def tables(records: Records) -> list[str]:

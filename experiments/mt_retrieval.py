@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
-from bench.measure import Cell, attempt, release
+from bench.measure import Cell, attempt, release, with_seconds
 from eigentrace.chance import generator_of
 from eigentrace.evaluate import retrieval
 from eigentrace.projected import ProjectedFit
@@ -36,7 +36,6 @@ from experiments.mt_network import (
     load_network,
     options,
     size_of,
-    timed,
 )
 from experiments.mt_retrieval_page import (
     ABOUT,
@@ -134,7 +133,7 @@ def by_the_paper(question: Question, layers: str) -> Found:
     """All cuts from one pass: without a tail, self-influence is Σ φₖ²/λₖ."""
     fitted, took = question.network.fit(layers, PAPER_WAY)
     values = fitted.spectrum.eigenvalues.cpu().numpy()  # (K,), the largest |λ| first
-    phi, seconds = timed(lambda: _features(fitted, question), fitted.task.layout.device)
+    phi, seconds = with_seconds(lambda: _features(fitted, question), fitted.task.layout.device)
     parts = question.ordered.back(phi) ** 2 / values
     found: Found = {}
     for keep in KEEPS:
@@ -154,7 +153,7 @@ def with_tail(question: Question, layers: str) -> Found:
     for keep in KEEPS:
         cut = fitted.distill(keep)
         own = partial(cut.self_influence, data, compute=network.compute)
-        scores, seconds = timed(own, cut.task.layout.device)
+        scores, seconds = with_seconds(own, cut.task.layout.device)
         more = {"fit_seconds": took, "score_seconds": seconds, "parameters": fitted.task.layout.numel}
         more["positive"] = int((cut.spectrum.eigenvalues > 0).sum())
         found[OUR_WAY, keep] = question.judged(question.ordered.back(scores)) | more
@@ -274,7 +273,7 @@ def _memory(
     memory = whole if engine == "reverse" else None
     compute = et.Compute(engine=engine, precision=network.size.score_precision, memory=memory, batch=size)
     release(device)
-    _, seconds = timed(lambda: fitted.self_influence(data.rebatched(size), compute=compute), device)
+    _, seconds = with_seconds(lambda: fitted.self_influence(data.rebatched(size), compute=compute), device)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return {"peak": peak, "pairs_per_second": len(data) / seconds}
 

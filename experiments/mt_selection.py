@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
-from bench.measure import Cell, clocked, release
+from bench.measure import Cell, clocked, release, with_seconds
 from experiments.bleu import bleu
 from experiments.frame import Part, Session
 from experiments.models.kept import name_of
@@ -104,10 +104,10 @@ class Bench:
         return float(self._kept(plain, lambda: self._scored(SCORES[plain][0]))["seconds"])
 
     def _scored(self, work: Callable[[Network, et.Data], Tensor]) -> dict[str, np.ndarray]:
-        network, device, held = self.network, self.session.device, []
+        network, device = self.network, self.session.device
         release(device)
-        took = clocked(lambda: held.append(self.ordered.back(work(network, self.ordered.data))), device)
-        return {"values": held[0], "seconds": np.array(took)}
+        values, took = with_seconds(lambda: self.ordered.back(work(network, self.ordered.data)), device)
+        return {"values": values, "seconds": np.array(took)}
 
     def prefiltered(self) -> Prefiltered:
         """Return what the rules keep."""
@@ -223,6 +223,19 @@ def retrained(bench: Bench, rows: np.ndarray) -> Cell:
     if len(seconds) > 1:
         cell |= {f"{key}_deviation": stdev(values) for key, values in found.items()}
     return cell
+
+
+def measure_choice(part: Part, title: str, choose: Callable[[Bench], np.ndarray]) -> None:
+    """Train again on the pairs that are chosen; say what they are and what they are worth."""
+    if part.has(title):
+        return
+
+    def work() -> Cell:
+        bench = Bench.of(part.session)
+        rows = choose(bench)
+        return bench.makeup(rows) | retrained(bench, rows)
+
+    part.cell(title, work)
 
 
 def bleu_key(name: str, steps: int) -> str:

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import eigentrace as et
 from bench.command import choices
-from bench.measure import Cell, clocked
+from bench.measure import Cell, clocked, with_seconds
 from bench.record import Notes, shown, table
 from eigentrace.errors import PrecisionWarning
 from eigentrace.evaluate import Loop, RetrainingCurves, retraining_curves, retrieval, spearman
@@ -161,9 +161,8 @@ def scored(trained: Trained, folder: Path, name: str) -> Scored:
     weights = trained.model.state_dict().values()
     path = folder / f"{name_of(f'resnet_{name}', trained.size.methods[name], trained.labels, *weights)}.pt"
     if not path.exists():
-        held: list[Tensor] = []
-        seconds = clocked(lambda: held.append(trained.score(name)), trained.labels.device)
-        keep(path, {"scores": held[0], "seconds": seconds})
+        scores, seconds = with_seconds(lambda: trained.score(name), trained.labels.device)
+        keep(path, {"scores": scores, "seconds": seconds})
     found = torch.load(path, weights_only=True)
     return found["scores"], found["seconds"]
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import eigentrace as et
 from bench.command import choices
-from bench.measure import Cell, clocked, release
+from bench.measure import Cell, Precision, clocked, release, with_seconds
 from bench.record import Notes, memory, shown, table
 from experiments.frame import Experiment, Records, Session, main
 from experiments.mt_network import ALL, PAPER_WAY, load_network, size_of
@@ -33,7 +33,6 @@ from experiments.mt_network import options as network_options
 from experiments.translation import FILES, Corpora, Ordered, Pairs, Subwords, Texts, read_texts, small_texts
 
 Engine = Literal["layerwise", "forward"]
-Precision = Literal["fp32", "bf16"]
 KEEP = 10
 BATCHES = (64, 512, 2048)
 # What is scored at most, in batches and in pairs, so that slow ways take no longer than fast ones.
@@ -134,15 +133,13 @@ def timed_scores(ready: "Ready", pairs: Pairs, compute: et.Compute) -> Cell:
     fitted = ready.fitted
     device = fitted.task.layout.device
     release(device)
-    held: list[tuple[Ordered, Tensor]] = []
 
-    def score() -> None:
+    def score() -> tuple[Ordered, Tensor]:
         ordered = Ordered.of(pairs, int(compute.batch))
-        held.append((ordered, fitted.self_influence(ordered.data, compute=compute)))
+        return ordered, fitted.self_influence(ordered.data, compute=compute)
 
     with watched(ready.network.model) as sizes:
-        seconds = clocked(score, device)
-    ordered, scores = held[0]
+        (ordered, scores), seconds = with_seconds(score, device)
     if not scores.isfinite().all():
         raise FloatingPointError("Some scores are not finite.")
     writing = clocked(lambda: write_scores(ready.folder / "scores.parquet", scores, ordered), device)
@@ -184,9 +181,7 @@ class Ready:
         self.paths = raw_files(corpora, folder)
         self.subwords = corpora.subwords
         self.count: int | None = session.settings.pairs
-        held: list[Pairs] = []
-        self.read_seconds = clocked(lambda: held.append(self.read()), session.device)
-        self.pairs = held[0]
+        self.pairs, self.read_seconds = with_seconds(self.read, session.device)
         # What only the first call of a process waits for is not counted.
         timed_scores(self, thinned(self.pairs, 16), et.Compute(batch=16))
 
@@ -230,20 +225,19 @@ def _whole(ready: Ready, batch: int) -> Cell:
     compute = et.Compute(engine="layerwise", precision="bf16", batch=batch)
     out = ready.folder / "run"
     release(device)
-    pairs: list[Pairs] = []
-    reading = clocked(lambda: pairs.append(ready.read()), device)
+    pairs, reading = with_seconds(ready.read, device)
 
     def score() -> None:
-        ordered = Ordered.of(pairs[0], batch)
+        ordered = Ordered.of(pairs, batch)
         run = et.score(ready.fitted, ordered.data, out=out, compute=compute, columns={"pair": ordered.order})
         assert run.is_complete
 
     with watched(ready.network.model) as sizes:
         seconds = clocked(score, device)
-    cell: Cell = {"scored": len(pairs[0]), "score_seconds": seconds, "write_seconds": 0.0, "used": _most(sizes)}
+    cell: Cell = {"scored": len(pairs), "score_seconds": seconds, "write_seconds": 0.0, "used": _most(sizes)}
     cell["peak"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    return per_hour(cell, reading, len(pairs[0])) | {"bytes": size, "fit_seconds": ready.fit_seconds}
+    return per_hour(cell, reading, len(pairs)) | {"bytes": size, "fit_seconds": ready.fit_seconds}
 
 
 def tables(records: Records) -> list[str]:

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from bench.measure import Cell, attempt, clocked
+from bench.measure import Cell, attempt, with_seconds
 from bench.record import Notes, millions, shown, table
 from eigentrace.demo.digits import relabel
 from eigentrace.errors import ConvergenceWarning
@@ -33,8 +32,6 @@ from experiments.frame import Experiment, Part, Records, Session, main
 from experiments.models.kept import kept, name_of
 from experiments.models.vit import Recipe, make_vit, train_vit
 from experiments.noise_problems import accuracy
-
-Result = TypeVar("Result")
 
 KEEPS = (10, 20)
 DRAWS = 5
@@ -171,25 +168,19 @@ def _fit(method: et.Arnoldi, question: Question, task: et.Task) -> tuple[Project
     with warnings.catch_warnings():
         # The last of a hundred pairs is only counted; whether the ones that score have settled is in their cells.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        return _timed(lambda: method.fit(task, question.fitted_on), task.layout.device)
+        return with_seconds(lambda: method.fit(task, question.fitted_on), task.layout.device)
 
 
 def _cuts(question: Question, cut: Callable[[int], ProjectedFit], fit_seconds: float, **more: float) -> dict[str, Cell]:
     found = {}
     for keep in KEEPS:
         fitted = cut(keep)
-        scores, seconds = _timed(partial(fitted.self_influence, question.scored), fitted.task.layout.device)
+        scores, seconds = with_seconds(partial(fitted.self_influence, question.scored), fitted.task.layout.device)
         spectrum = fitted.spectrum
         settled = {"settled": int(bool(spectrum.converged)), "directions": len(spectrum.eigenvalues)}
         took = {"fit_seconds": fit_seconds, "score_seconds": seconds}
         found[str(keep)] = question.judged(scores) | settled | more | took
     return found
-
-
-def _timed(work: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    held: list[Result] = []
-    took = clocked(lambda: held.append(work()), device)
-    return held[0], took
 
 
 def cell_name(share: str, method: str, keep: int) -> str:
@@ -237,7 +228,7 @@ def _question(session: Session, name: str, images: Images, size: Size) -> tuple[
     labels = images.labels if name == "heldout" else given
     path = session.settings.cache / f"{name_of('vit', size.recipe, images.train, labels)}.pt"
     is_new = not path.exists()
-    model, seconds = _timed(
+    model, seconds = with_seconds(
         lambda: kept(
             path,
             make_vit(size.recipe, session.device, seed=0),

@@ -1,8 +1,9 @@
 """Translations by a trained network: greedy, or by beam search with length normalisation.
 
-Beam search follows the example of Flax that the paper names: a translation Y is worth log p(Y) / ((5 + |Y|) / 6)^0.6,
-its end counted, and a sentence is done when as many translations have ended as the beam is wide. Nothing is kept from
-one step to the next but tokens: all positions are computed again, which for sentences costs little on a GPU.
+Beam search compares translations as the example of Flax that the paper names: Y, its end counted, is worth
+log p(Y) / ((5 + |Y|) / 6)^0.6. It stops by a rule of its own, when as many translations of a sentence have ended as the
+beam is wide. Nothing is kept from one step to the next but tokens: all positions are computed again, which for
+sentences costs little on a GPU.
 """
 
 from collections.abc import Iterator
