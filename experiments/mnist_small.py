@@ -274,6 +274,21 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lissa-rows", type=int, default=640, help="digits that LiSSA is scored on")
 
 
+VERDICT = """\
+The first figure is seen in full: Arnoldi has the top K eigenvalues to rounding up to K = 100 and, with every pair of
+its 200 steps kept, to 0.04; random projections are off by 3 to 95 (orthonormal rows) or 0.4 to 52 (Gaussian ones),
+where the exact eigenvalues' standard deviation is 5.5.
+
+The second is seen but for its right end. Arnoldi finds more than RandProj up to K = 100, and rises until there. At K =
+n = 200 it falls by two points of AUC, because its last pairs have not settled: keep fewer than were computed. In AUC it
+passes the exact Hessian at every K, not only at large ones; in AP at K = 50 and 100 only. So the exact inverse is not
+the best ranking of wrong labels, and more of the spectrum is not always better. The tail is ahead of all of them from K
+= 10 on, in AUC and AP, for 40% of the fitting time, and never falls.
+
+For this job the loss is far ahead of everything (98.7 AP): the penalty keeps the network from learning wrong labels by
+heart. L-BFGS stopped at its 1,000 iterations with a gradient of length 0.02 left, and 15 of 2,616 eigenvalues slightly
+below zero: close to a minimum, not in it."""
+
 EXPERIMENT = Experiment(
     name="mnist_small",
     title="Exact Hessian of a small network for MNIST",
@@ -282,6 +297,7 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     options=options,
+    verdict=VERDICT,
 )
 
 if __name__ == "__main__":

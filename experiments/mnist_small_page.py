@@ -38,8 +38,8 @@ not on biases, the 6,000 digits that travel with the package, one training. All 
 - Added: "tail" is this package's estimator (Gauss-Newton, and |λ_K| for all directions beyond the top K) at the same
   number of products; the loss and the length of the gradient of each digit, which cost one pass.
 
-The full size takes minutes on a GPU; `--cache` keeps the network and the exact Hessian, which alone takes hours on a
-CPU."""
+The full size takes six and a half minutes on an H200; `--cache` keeps the network and the exact Hessian, which alone
+takes hours on a CPU."""
 
 
 def tables(records: Records) -> list[str]:

@@ -57,8 +57,9 @@ the same epochs are fewer steps, for the random control too. Networks of one see
 All scores are of one network trained on everything, with a seed of its own. With `--labels worse` the labels are those
 that people gave, about 40% of them wrong: there, one would expect that dropping the top helps.
 
-`python -m experiments.resnet_curve --data FOLDER` runs the published labels, minutes on a GPU; `--labels clean,worse`
-runs both. `--download` fetches the public archive of 50,000 images, of which `--examples` (15,000) are used.
+`python -m experiments.resnet_curve --data FOLDER` runs the published labels, three minutes on an H200; `--labels
+clean,worse` runs both, six. `--download` fetches the public archive of 50,000 images, of which `--examples` (15,000)
+are used.
 """
 
 
@@ -346,6 +347,19 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(seeds=Size.seeds)
 
 
+VERDICT = """\
+On published labels the paper's finding is seen at its far end only. Dropping half from the bottom by the paper's score
+costs 21 points of accuracy, from the top 15, at random 11. Up to 30% there is no difference beyond the spread of the
+seeds, except that the first tenth from the *top* costs more (72.6 against 74.6). The curves by our tail and by the loss
+alone look much the same, as rank correlations of 0.98 and more let expect. Likely reasons for the difference from
+the paper: 15,000 images instead of 1.3 million, where nothing is redundant, and short training, after which 83% of the
+training labels are fitted and little is memorised.
+
+On labels that people gave, 41% of them wrong, the two sides part at once: half without the bottom leaves 31.7%, half
+without the top 60.0%, above the random control at every share. The fifth of the images with the highest loss can go at
+no cost (65.4% before and after; at random 62.8%). Dropping more does not help here: what is left is trained on for the
+same epochs, hence fewer steps. The loss finds wrong labels better than the paper's score (84.4 against 69.3 AP)."""
+
 EXPERIMENT = Experiment(
     "resnet_curve",
     "Dropping the most and the least self-influential images",
@@ -354,6 +368,7 @@ EXPERIMENT = Experiment(
     tables,
     figures,
     options,
+    verdict=VERDICT,
 )
 
 if __name__ == "__main__":

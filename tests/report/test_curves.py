@@ -44,6 +44,15 @@ def test_controls_are_grey_and_dashed_and_names_do_not_cover_each_other():
     assert np.diff(heights).min() >= 15.9
 
 
+def test_names_of_curves_that_end_low_stay_above_the_numbers_of_the_axis():
+    falling = [curve(name, up=(4.0, 2.0, 1.0)) for name in ("low", "lower", "lowest")]
+    root = ET.fromstring(curves_svg("t", falling, "x", "y"))
+    heights = {t.text: float(t.get("y")) for t in root.iter(f"{SVG}text")}
+    names = sorted(heights[line.name] for line in falling)
+    assert np.diff(names).min() >= 15.9
+    assert names[-1] <= heights["0"] - 10
+
+
 def test_flat_and_single_points():
     for lines in ([curve(up=(2.0, 2.0, 2.0))], [curve(up=(0.0, 0.0, 0.0))], [Curve("p", np.ones(1), np.ones(1))]):
         root = ET.fromstring(curves_svg("t", lines, "x", "y"))

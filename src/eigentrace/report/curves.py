@@ -12,6 +12,7 @@ from eigentrace.errors import InputError
 
 _WIDTH, _HEIGHT = 640, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 470, 52, 306
+_NAME_GAP = 16
 # Blue, vermilion, green, purple, orange, sky: told apart by people who see few colours.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _CONTROL = "#808080"
@@ -113,11 +114,15 @@ def _colours(curves: Sequence[Curve]) -> list[str]:
 
 
 def _label_places(ends: Sequence[float]) -> list[float]:
-    """Move the names at the curves' ends apart, so that none covers another."""
+    """Move the names at the curves' ends apart, so that none covers another or the numbers below the axis."""
     order = sorted(range(len(ends)), key=lambda i: ends[i])
     places = list(ends)
     for above, here in pairwise(order):
-        places[here] = max(places[here], places[above] + 16)
+        places[here] = max(places[here], places[above] + _NAME_GAP)
+    floor = float(max(_BOTTOM, _TOP + _NAME_GAP * (len(ends) - 1)))
+    for here in reversed(order):
+        places[here] = min(places[here], floor)
+        floor = places[here] - _NAME_GAP
     return places
 
 
