@@ -27,7 +27,10 @@ RIDGES = (0.0, 10.0, 100.0, 1000.0)
 
 @dataclass(frozen=True)
 class _Inner:
-    """An attributor by inner products."""
+    """An attributor by inner products.
+
+    Gradients are taken by `torch.func`, which needs no graph; without `no_grad` every batch would keep one.
+    """
 
     attributor: Any
     problem: Problem
@@ -37,6 +40,7 @@ class _Inner:
     def settings(self) -> tuple[str, ...]:
         return tuple(self.dampings)
 
+    @torch.no_grad()
     def self_scores(self, setting: str) -> Tensor:  # (N,)
         self._use(setting)
         # Right for one batch only, so every batch is a dataset of its own.
@@ -44,6 +48,7 @@ class _Inner:
         parts = [Subset(data, range(at, min(at + size, len(data)))) for at in range(0, len(data), size)]
         return torch.cat([self.attributor.self_attribute(_loader(part, len(part))) for part in parts])
 
+    @torch.no_grad()
     def cross_scores(self, setting: str) -> Tensor:  # (Q, N)
         self._use(setting)
         # Queries are computed again for every batch of training data: these are large.
@@ -57,8 +62,11 @@ class _Inner:
             self.attributor.damping = damping
 
 
+@torch.no_grad()
 def arnoldi(problem: Problem, folder: Path) -> Fit:
     """The Hessian's top eigenpairs. The iteration begins with the first example that is scored: one, in the fit.
+
+    Without `no_grad` the graph of every product is kept: ten times the memory, for the same scores.
 
     It takes roots of eigenvalues, so that a negative one among those kept makes every score NaN; its remedy is a
     regularization above it, and the smallest of a few that works is taken.
