@@ -55,6 +55,8 @@ class Experiment:
     """Adds what only this experiment understands to the command line."""
     verdict: str = ""
     """What the full size showed, where it agrees with the paper and where not: Markdown, written after it ran."""
+    seen: str = ""
+    """The verdict in a line or two, for the list at the top of the page of all experiments."""
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,7 @@ EXPERIMENT = Experiment(
     figures=figures,
     options=options,
     verdict=VERDICT,
+    seen="Arnoldi on the inverse finds more at K = 10: not seen, 8 points of AP less.",
 )
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def experiments() -> list[Experiment]:
 
 def page(out: Path) -> str:
     """Write the page from the results in a folder."""
-    lines = [INTRODUCTION]
+    lines = [INTRODUCTION, *(["", *glance] if (glance := _glance(out)) else [])]
     for experiment in experiments():
         lines += ["", f"## {experiment.title}", ""]
         results = read(out / f"{experiment.name}.json")
@@ -51,6 +51,18 @@ def page(out: Path) -> str:
         for machine, records in results.items():
             lines += ["", f"**{machine}**", "", *shown_on(experiment, machine, records, small=False)]
     return "\n".join(lines) + "\n"
+
+
+def _glance(out: Path) -> list[str]:
+    """Say of every experiment that ran what the paper reports, and whether it was seen."""
+    ran = [experiment for experiment in experiments() if experiment.seen and read(out / f"{experiment.name}.json")]
+    lines = [f"- [{experiment.title}](#{_anchor(experiment.title)}). {experiment.seen}" for experiment in ran]
+    return ["What the paper reports, and whether it is seen here:", "", *lines] if lines else []
+
+
+def _anchor(title: str) -> str:
+    """Return what a heading is called in a link, by GitHub's rule."""
+    return "".join(sign for sign in title.lower().replace(" ", "-") if sign.isalnum() or sign in "-_")
 
 
 def main(argv: Sequence[str]) -> int:

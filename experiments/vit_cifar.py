@@ -389,6 +389,10 @@ EXPERIMENT = Experiment(
     figures,
     options,
     verdict=VERDICT,
+    seen=(
+        "The top tenth of the parameters finds more than all: seen. How much it finds: not seen (AP of 18, paper: "
+        "64), on a far weaker network."
+    ),
 )
 
 if __name__ == "__main__":

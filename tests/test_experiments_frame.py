@@ -89,6 +89,16 @@ def test_the_page_of_all_is_up_to_date():
     assert (folder / "paper.md").read_text(encoding="utf-8") == paper.page(folder)
 
 
+def test_the_page_of_all_begins_with_a_line_on_each_that_ran_and_its_links_lead_there():
+    folder = ROOT / "docs" / "results"
+    ran = [experiment for experiment in paper.experiments() if (folder / f"{experiment.name}.json").exists()]
+    page = paper.page(folder)
+    listed = re.findall(r"^- \[(.+)\]\(#(.+)\)\. (.+)$", page.split("\n## ")[0], re.M)
+    assert [(title, seen) for title, _, seen in listed] == [(each.title, each.seen) for each in ran]
+    headings = [re.sub(r"[^\w -]", "", heading.lower()) for heading in re.findall(r"^## (.+)$", page, re.M)]
+    assert {anchor for _, anchor, _ in listed} <= {heading.replace(" ", "-") for heading in headings}
+
+
 def test_every_experiment_runs_small_by_one_command():
     make = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
     assert re.search(r"^EXPERIMENTS := (.*)$", make, re.M)[1].split() == list(paper.NAMES)
