@@ -98,8 +98,10 @@ def test_csv_at_its_edges(folder, content, drop, expected, options):
 
 
 def test_tsv_and_jsonl(folder):
-    content = b'a\tb\n1,"\t"x\ny"\n2\t\n'
+    content = b'a\tb\n1,\t"x\ny"\n2\t\n'
     assert written(folder, content, [True, False], "a.tsv") == b"a\tb\n2\t\n"
+    content = b'a\tb\n1,"\t"x\n"\ty"\n2\t\n'  # lone quotes are text: every line is a row
+    assert written(folder, content, [True, False, True], "a.tsv") == b'a\tb\n"\ty"\n'
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in ('a "quote', "two\nlines", "é")]
     lines[2] = b' {"text":   "\xc3\xa9"}\r\n'
     content = lines[0] + b"\n" + lines[1] + b"  \n" + lines[2]

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 from eigentrace.errors import DataError, InputError, MismatchError, UnsupportedError
 from eigentrace.files import appearing
 from eigentrace.inputs.files import FORMATS, Files, find_files
+from eigentrace.inputs.quoting import UTF8_MARK, has_quoting
 
 _DELIMITERS = (b",", b";", b"\t", b"|")
-_UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 # Rows of a Parquet file that are read at a time, and bytes that are held before they are written as a row group.
 _ROWS_AT_ONCE = 65_536
@@ -47,9 +47,9 @@ def export(
     """Write the rows of a dataset that were not dropped, in their order and in the format they came in.
 
     Rows of CSV, TSV and JSONL files are copied byte for byte, line breaks inside quotes, encoding and header included;
-    empty lines are no rows, and stay. Parquet files keep their schema, metadata and compression. Little more than a
-    line or a row group is in memory at a time. The result appears whole or not at all, and what exists is never
-    overwritten.
+    empty lines are no rows, and stay. A TSV file whose quotes are text has a row on every line. Parquet files keep
+    their schema, metadata and compression. Little more than a line or a row group is in memory at a time. The result
+    appears whole or not at all, and what exists is never overwritten.
 
     Args:
         decisions: What `eigentrace.clean` gave, or one boolean per row, True for those to leave out.
@@ -80,8 +80,7 @@ def export(
             elif files.format == "jsonl":
                 _write_lines(path, target, flags, None, header=False)
             else:
-                given = "\t" if files.format == "tsv" else delimiter
-                _write_lines(path, target, flags, _reader(path, given), header=header)
+                _write_lines(path, target, flags, _reader(path, files.format, delimiter, header), header=header)
         flags.check_used_up()
         if files.format == "arrow":
             _write_state(files, partial, flags)
@@ -127,7 +126,7 @@ def _targets(files: Files, out: Path) -> list[Path]:
     return [out / path.relative_to(common) for path in files.paths]
 
 
-def _reader(source: Path, delimiter: str | None) -> IsOpen:
+def _reader(source: Path, form: str, delimiter: str | None, header: bool) -> IsOpen:
     """Return what tells whether a quoted field is still open after a line, given whether one was open before."""
     with source.open("rb") as file:
         first = file.readline()
@@ -135,6 +134,10 @@ def _reader(source: Path, delimiter: str | None) -> IsOpen:
         raise UnsupportedError(f"{source} is UTF-16, whose lines cannot be copied as bytes. Convert it to UTF-8 first.")
     if delimiter is not None and len(delimiter.encode()) != 1:
         raise InputError(f"delimiter must be one ASCII character, got {delimiter!r}.")
+    if form == "tsv":
+        delimiter = "\t"
+        if not has_quoting(source, header=header):
+            return lambda line, inside: False
     mark = re.escape(_commonest(first) if delimiter is None else delimiter.encode())
     # A field is quoted if it begins with a quote; quotes further on in it are characters like any other.
     field = rb'(?:"(?:[^"]++|"")*+"[^' + mark + rb']*+|(?!")[^' + mark + rb"]*+)"
@@ -143,7 +146,7 @@ def _reader(source: Path, delimiter: str | None) -> IsOpen:
     def is_open(line: bytes, inside: bool) -> bool:
         if b'"' not in line:
             return inside
-        return closed.fullmatch(b'"' + line if inside else line.removeprefix(_UTF8_MARK)) is None
+        return closed.fullmatch(b'"' + line if inside else line.removeprefix(UTF8_MARK)) is None
 
     return is_open
 

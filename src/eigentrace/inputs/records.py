@@ -1,5 +1,6 @@
 """Files of examples as rows that can be read in any order, and that become Python objects a batch at a time."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 
 from eigentrace.errors import DataError, InputError
 from eigentrace.inputs.files import Files
+from eigentrace.inputs.quoting import has_quoting
 
 # A line of JSON longer than a block is an error in pyarrow; its own default is 1 MiB.
 _JSON_BLOCK = 64 * 2**20
@@ -191,7 +193,23 @@ def open_records(files: Files, as_text: Sequence[str] = ()) -> Records:
             _check_same(tables[0].schema, table.schema, files.paths[0], path)
         return Records(_Held(pa.concat_tables(tables)), name)
     except pa.ArrowException as error:
-        raise DataError(f"{name} cannot be read as {files.format}: {error}") from None
+        raise DataError(f"{name} cannot be read as {files.format}: {error}{_hint(files, str(error))}") from None
+
+
+def _hint(files: Files, error: str) -> str:
+    """Say what a wrong number of columns usually comes from."""
+    if not re.search(r"Expected \d+ columns?, got \d+", error):
+        return ""
+    if files.format == "tsv":
+        return (
+            " | Every line of a TSV file needs as many fields as its header. Texts with tabs or line breaks must be in "
+            "quotes, all quotes inside them doubled, or be stored as JSON lines or Parquet."
+        )
+    return (
+        " | A lone quote at the beginning of a field is the usual cause: it opens a field that goes on to the next "
+        "quote, over commas and lines. Put texts with quotes or commas in quotes and double the quotes inside them, as "
+        "CSV writers do, or store them as TSV, where lone quotes are text."
+    )
 
 
 def _read(path: Path, kind: str, as_text: Sequence[str]) -> pa.Table:
@@ -199,9 +217,12 @@ def _read(path: Path, kind: str, as_text: Sequence[str]) -> pa.Table:
         return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
     if kind == "jsonl":
         return _read_json(path, as_text)
+    quoted = kind == "csv" or has_quoting(path)
     return pa.csv.read_csv(
         path,
-        parse_options=pa.csv.ParseOptions(delimiter="\t" if kind == "tsv" else ",", newlines_in_values=True),
+        parse_options=pa.csv.ParseOptions(
+            delimiter="\t" if kind == "tsv" else ",", quote_char='"' if quoted else False, newlines_in_values=quoted
+        ),
         convert_options=pa.csv.ConvertOptions(column_types=dict.fromkeys(as_text, pa.string())),
     )
 

@@ -1,0 +1,84 @@
+"""Whether the quotes in a tab-separated file are quoting, or characters of its texts."""
+
+import re
+from pathlib import Path
+
+from eigentrace.errors import DataError
+
+UTF8_MARK = b"\xef\xbb\xbf"
+_FIELD = rb'(?:"(?:[^"]++|"")*+"|[^"\t]*+)'
+_CLOSED = re.compile(_FIELD + rb"(?:\t" + _FIELD + rb")*+")
+_OPEN = re.compile(rb"(?:" + _FIELD + rb'\t)*+"(?:[^"]++|"")*+')
+_QUOTED = re.compile(rb'"((?:[^"]++|"")*+)"?')
+
+
+def has_quoting(path: Path, *, header: bool = True) -> bool:
+    """Tell whether the fields of a TSV file are quoted as in a CSV; if not, every line is a row and quotes are text.
+
+    They are where the header has a name in quotes. Otherwise every field with a quote in it must be in quotes, with
+    quotes inside it doubled, and one at least must need them: it holds a quote, or lines do not have the header's
+    number of fields unless tabs and line breaks within quotes are text. Wherever lines are rows as they stand, they
+    stay rows.
+
+    Args:
+        path: The file.
+        header: Whether its first line names columns.
+
+    Raises:
+        DataError: If the header is in quotes, and a quote elsewhere is no part of quoting.
+    """
+    scan = _Scan(header)
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not scan.goes_on(number, line.removeprefix(UTF8_MARK if number == 1 else b"").rstrip(b"\r\n")):
+                break
+    if not scan.is_quoted and scan.declared:
+        raise DataError(
+            f"{path} has a header in quotes, so its fields are read as quoted, and a quote in the record that begins "
+            f"in line {scan.began} neither opens nor closes a field. Double the quotes inside of quoted fields, or "
+            "take the quotes off the header: then those in the file are text."
+        )
+    return scan.is_quoted and (scan.declared or scan.is_uneven or (scan.is_doubled and not scan.spans_lines))
+
+
+class _Scan:
+    """The lines of a file read in both ways at once: as they stand, and as quoted fields."""
+
+    def __init__(self, header: bool) -> None:
+        self.header, self.began = header, 0
+        self.declared = self.is_uneven = self.is_doubled = self.spans_lines = False
+        self._inside = self._failed = False
+        self._tabs = 0  # of the record so far, outside of quotes
+        self._first = 0  # tabs of the first line
+        self._width: int | None = None  # tabs of the first record, outside of quotes
+
+    @property
+    def is_quoted(self) -> bool:
+        """Whether all that was seen can be read as quoted fields."""
+        return not self._failed and not self._inside
+
+    def goes_on(self, number: int, line: bytes) -> bool:
+        """Take a line in; False once the file cannot be read as quoted fields."""
+        if not line:
+            return True
+        plain = line.count(b"\t")
+        if not self.began:
+            self.declared, self._first = self.header and b'"' in line, plain
+        self.is_uneven |= plain != self._first
+        if not self._inside:
+            self.began, self._tabs = number, 0
+        self.spans_lines |= self._inside
+        if b'"' in line:
+            self._take_quotes(b'"' + line if self._inside else line)
+        elif not self._inside:
+            self._tabs = plain
+        if not self._inside and not self._failed:
+            self._width = self._tabs if self._width is None else self._width
+            self._failed = self._tabs != self._width and not self.declared
+        return not self._failed
+
+    def _take_quotes(self, line: bytes) -> None:
+        self._inside = _CLOSED.fullmatch(line) is None
+        self._failed = self._inside and _OPEN.fullmatch(line) is None
+        self._tabs += _QUOTED.sub(b"", line).count(b"\t")
+        self.is_doubled |= any(b'""' in inner for inner in _QUOTED.findall(line))
