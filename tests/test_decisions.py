@@ -1,16 +1,18 @@
 """Decisions as a table: whole or not there, never over another, read back as they are or as somebody changed them."""
 
+import dataclasses
 import resource
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
 from eigentrace import decisions as module
 from eigentrace.cleaning import clean
-from eigentrace.decisions import Decisions
+from eigentrace.decisions import Decisions, for_csv
 from eigentrace.errors import EigentraceWarning, InputError, MismatchError, StorageError
 from tables import Columns, noisy
 
@@ -29,6 +31,53 @@ def test_written_and_read(tmp_path, wish):
     found = clean(noisy(), out=tmp_path / "new" / "decisions.parquet", **wish)
     same(found, Decisions.read(tmp_path / "new" / "decisions.parquet"))
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["decisions.parquet"]
+
+
+@pytest.mark.parametrize("wish", [{"drop": "12%"}, {"keep": 20, "by": "loss"}, {"drop": 0.2, "per_class": True}])
+@pytest.mark.parametrize("ids", [None, [f"{row:03}" for row in range(60)], [str(row) for row in range(60)], range(60)])
+def test_a_csv_is_one_and_is_read_back(tmp_path, wish, ids):
+    run = noisy()
+    run.ids = None if ids is None else np.array(ids)
+    found = clean(run, out=tmp_path / "d.csv", **wish)
+    found = found.relabel(np.flatnonzero(found.suggested >= 0)[:2]) if wish.get("drop") == "12%" else found
+    (tmp_path / "d.csv").unlink()
+    lines = found.write(tmp_path / "d.csv").read_text().splitlines()
+    assert lines[0].split(",")[:3] == ['"row"', '"id"', '"decision"']
+    assert len(lines) == 1 + len(found)
+    read = Decisions.read(tmp_path / "d.csv")
+    assert read.rule is None
+    same(dataclasses.replace(found, rule=None, told=found.reasons), read)
+    table = read.table()
+    shown = for_csv(table)
+    shown = shown.append_column("new_label", pa.nulls(len(read), pa.int64()))  # as the page writes them
+    pa.csv.write_csv(shown, tmp_path / "page.csv")
+    assert Decisions.read(tmp_path / "page.csv").table().equals(table)
+
+
+@pytest.mark.filterwarnings("ignore:.*NaN.*")
+def test_a_csv_with_gaps_is_read_as_it_was(tmp_path):
+    found = clean(Columns(loss=[np.nan, 1.0, 2.0]), drop="50%", by="loss", out=tmp_path / "d.csv")
+    read = Decisions.read(tmp_path / "d.csv")
+    assert read.labels is None
+    assert read.ids is None
+    np.testing.assert_array_equal(read.scores, found.scores)
+    assert read.ranks.tolist() == found.ranks.tolist()
+    assert read.dropped.tolist() == [2, 1]
+    assert read.reasons.to_pylist() == found.reasons.to_pylist()
+    (tmp_path / "bad.csv").write_text("row;decision\n0;drop\n")
+    with pytest.raises(MismatchError, match=r"bad\.csv has no column row"):
+        Decisions.read(tmp_path / "bad.csv")
+
+
+@pytest.mark.parametrize("name", ["d.xlsx", "d.jsonl", "d"])
+def test_other_endings_are_refused_before_anything_is_decided(tmp_path, name):
+    found = clean(noisy(), drop=3)
+    message = f"Decisions are written as Parquet or CSV: end '{name}' in .parquet or .csv"
+    with pytest.raises(InputError, match=message):
+        found.write(tmp_path / name)
+    with pytest.raises(InputError, match=message):
+        clean(noisy(), drop=3, out=tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*NaN.*")

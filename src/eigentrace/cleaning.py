@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from eigentrace.decisions import Decisions, Rule, suggestions
+from eigentrace.decisions import Decisions, Rule, check_decisions_file, suggestions
 from eigentrace.errors import EigentraceWarning, InputError
 
 Amount = str | float | int
@@ -61,10 +61,12 @@ def clean(
         below: Drop scores below this number.
         by: A numeric column of the run ("self_influence", "loss", "gradient_norm", or one of your own), or N numbers.
         per_class: Take the share within every given label, so that no class is emptied because it is hard.
-        out: A new Parquet file to write the decisions to.
+        out: A new Parquet or CSV file to write the decisions to.
     """
     asked = {"drop": drop, "keep": keep, "above": above, "below": below}
     given = [name for name, value in asked.items() if value is not None]
+    if out is not None:
+        check_decisions_file(out)
     if len(given) != 1:
         raise InputError(f"Exactly one of drop, keep, above and below says what goes, got {given or 'none of them'}.")
     name, scores = scores_of(run, by)

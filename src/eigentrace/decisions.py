@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.csv
 import pyarrow.parquet as pq
 
 from eigentrace.errors import InputError, MismatchError
@@ -137,14 +139,17 @@ class Decisions:
         return pa.table(columns).replace_schema_metadata(rule)
 
     def write(self, path: str | Path) -> Path:
-        """Write one row per example to a new Parquet file; a file that exists is left as it is.
+        """Write one row per example to a new Parquet or CSV file, as its name ends; one that exists is left as it is.
 
-        The column `decision` holds keep, drop or relabel. It may be changed by hand: `Decisions.read` goes by it.
+        The column `decision` holds keep, drop or relabel. It may be changed by hand: `Decisions.read` goes by it. A CSV
+        does not hold the rule.
         """
-        path = Path(path)
-        with appearing(path) as partial, pq.ParquetWriter(partial, self.table(0, 0).schema) as writer:
+        path = check_decisions_file(path)
+        make = pa.csv.CSVWriter if path.suffix == ".csv" else pq.ParquetWriter
+        form = for_csv if path.suffix == ".csv" else lambda table: table
+        with appearing(path) as partial, make(partial, form(self.table(0, 0)).schema) as writer:
             for start in range(0, len(self), _ROWS_AT_ONCE):
-                writer.write_table(self.table(start, start + _ROWS_AT_ONCE))
+                writer.write_table(form(self.table(start, start + _ROWS_AT_ONCE)))
         return path
 
     @staticmethod
@@ -221,6 +226,20 @@ class Decisions:
         return pa.array(said, pa.string())
 
 
+def check_decisions_file(path: str | Path) -> Path:
+    """Refuse to write decisions to a file whose name says that it is something else."""
+    path = Path(path)
+    if path.suffix not in (".parquet", ".csv"):
+        raise InputError(f"Decisions are written as Parquet or CSV: end {path.name!r} in .parquet or .csv.")
+    return path
+
+
+def for_csv(table: pa.Table) -> pa.Table:
+    """Write decisions out as words: a CSV has no dictionaries."""
+    at = table.column_names.index("decision")
+    return table.set_column(at, "decision", table.column(at).cast(pa.string()))
+
+
 def suggestions(labels: np.ndarray | None, predictions: np.ndarray | None, count: int) -> np.ndarray:  # (N,) int64
     """Return predictions that differ from the labels; -1 where they agree or where either is missing."""
     if labels is None or predictions is None:
@@ -242,9 +261,22 @@ def _numbers(column: pa.ChunkedArray, kind: pa.DataType, missing: float) -> np.n
     return pc.fill_null(column.cast(kind), missing).to_numpy()
 
 
+def _read_csv(path: Path) -> pa.Table:
+    """Read decisions in a CSV; ids are text if they are in quotes, as `write` puts those that are."""
+    with path.open("rb") as file:
+        file.readline()
+        first = file.readline()
+    texts = ("decision", "reason", "id") if re.match(rb'"?\d+"?,"', first) else ("decision", "reason")
+    return pa.csv.read_csv(
+        path,
+        parse_options=pa.csv.ParseOptions(newlines_in_values=True),
+        convert_options=pa.csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string())),
+    )
+
+
 def _read(path: Path) -> pa.Table:
     try:
-        table = pq.read_table(path)
+        table = _read_csv(path) if path.suffix == ".csv" else pq.read_table(path)
     except FileNotFoundError:
         raise MismatchError(f"There are no decisions at {path}. Check the path.") from None
     except (pa.ArrowException, OSError) as error:

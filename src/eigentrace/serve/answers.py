@@ -14,7 +14,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from eigentrace.cleaning import ranks_of
-from eigentrace.decisions import Decisions
+from eigentrace.decisions import Decisions, for_csv
 from eigentrace.errors import InputError, UnsupportedError
 from eigentrace.serve.columns import MOST_GROUPS
 from eigentrace.serve.content import described, plain
@@ -317,10 +317,7 @@ class Answers:
 def _exported(decisions: Decisions, given: np.ndarray, start: int, stop: int, form: str) -> pa.Table:
     table, part = decisions.table(start, stop), given[start:stop]
     table = table.append_column("new_label", pa.array(part, mask=part < 0))
-    if form == "csv":  # which has no dictionaries
-        at = table.column_names.index("decision")
-        table = table.set_column(at, "decision", table.column(at).cast(pa.string()))
-    return table
+    return for_csv(table) if form == "csv" else table
 
 
 def _is_whole(value: Any) -> bool:
