@@ -148,6 +148,76 @@ def test_loss_without_second_derivatives_is_refused():
         working_form(curvature, batch)
 
 
+class _Bag(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(6, 4, **options), nn.Linear(4, 3)
+        nn.init.normal_(self.bag.weight)  # the padding row too
+
+    def forward(self, tokens, *weights):
+        return self.head(torch.tanh(self.bag(tokens, None, *weights)))
+
+
+def _bag_as_a_product(vector, tokens, weights, labels, options):
+    """Losses of a `_Bag` written as a product with counts: nothing is looked up."""
+    table, matrix, bias = vector[:24].view(6, 4), vector[24:36].view(3, 4), vector[36:]
+    hot = F.one_hot(tokens, 6).double()
+    if options.get("padding_idx") is not None:
+        hot = hot * (tokens != options["padding_idx"]).unsqueeze(-1)
+    counts = (hot if weights is None else hot * weights.unsqueeze(-1)).sum(1)
+    if options["mode"] == "mean":
+        counts = counts / counts.sum(1, keepdim=True).clamp_min(1)
+    return torch.tanh(counts @ table) @ matrix.T + bias, labels
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "sum"}, {"mode": "sum", "padding_idx": 2}, {"mode": "mean"}, {"mode": "mean", "padding_idx": 2}],
+)
+def test_bags_of_embeddings_match_dense_matrices(options, weighted):
+    if weighted and options["mode"] == "mean":
+        return
+    model = _Bag(**options).double()
+    tokens, labels = torch.randint(0, 6, (9, 5)), torch.randint(0, 3, (9,))
+    tokens[0] = 2  # for some, an empty bag
+    weights = torch.randn(9, 5).double() if weighted else None
+    inputs = (tokens,) if weights is None else (tokens, weights)
+    task, data = et.classification(model), as_data([(inputs, labels)])
+
+    def loss(vector):
+        return F.cross_entropy(*_bag_as_a_product(vector, tokens, weights, labels, options))
+
+    def outputs(vector):
+        return _bag_as_a_product(vector, tokens, weights, labels, options)[0]
+
+    assert torch.allclose(outputs(task.vector), model(*inputs), rtol=1e-12)
+    J = torch.autograd.functional.jacobian(outputs, task.vector)  # (B, classes, P)
+    p = outputs(task.vector).softmax(-1)
+    S = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+    dense = {
+        "hessian": torch.autograd.functional.hessian(loss, task.vector),
+        "gauss-newton": torch.einsum("bip,bij,bjq->pq", J, S, J) / 9,
+    }
+    V = torch.randn(3, task.layout.numel, dtype=torch.float64)
+    for kind, H in dense.items():
+        for form in Form:
+            curvature = Curvature(task, data, None, kind, form=form)
+            with task.session():
+                assert relative(torch.stack([curvature.matvec(v) for v in V]), V @ H) < EXACT
+                assert relative(curvature.matmat(V), V @ H) < EXACT
+    assert "forward" not in vars(model.bag)
+
+
+def test_bags_that_cannot_be_looked_up_are_refused_with_a_way_out():
+    batch = (torch.randint(0, 6, (9, 5)), torch.randint(0, 3, (9,)))
+    model = _Bag(mode="max")
+    method = et.Arnoldi(steps=4, keep=2)
+    with pytest.raises(UnsupportedError, match=r"(?s)cannot be differentiated twice.*leave out .* \(params=\.\.\.\)"):
+        method.fit(et.classification(model), [batch])
+    assert len(method.fit(et.classification(model, params="head.*"), [batch]).self_influence([batch])) == 9
+
+
 class _Once(torch.autograd.Function):
     """Marked as differentiable once. torch drops its second derivative in silence when only inputs are asked for."""
 

@@ -156,7 +156,8 @@ def working_form(curvature: Curvature, batch: Any) -> Form:
         lambda form: replace(curvature, form=form, compile=False).product_on(probe, batch),
         lambda form: form.value,
         f"{type(curvature.task.model).__name__} cannot be differentiated twice. {{}} | Replace operations without "
-        "derivatives; for Hugging Face models load with attn_implementation='eager'.",
+        "derivatives, or leave out the parameters that meet them (params=...); for Hugging Face models load with "
+        "attn_implementation='eager'.",
     )
 
 

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ def prepared(model: nn.Module) -> Iterator[None]:
     - oneDNN's and cuDNN's fused recurrent kernels have no forward-mode and no double-backward rule. They are
       switched off only around models that hold a recurrent layer, since convolutions need them for speed.
     - `sparse=True` embeddings would return sparse gradients, which no flat vector can take.
+    - An `nn.EmbeddingBag` has neither rule: it looks its entries up and adds them, where bags have equal length.
     - An embedding's padding row takes no gradient in reverse mode, as in training, but forward mode would move it:
       it is held constant in both.
     - Checkpointed blocks are run as they are: what they compute again in the backward pass is computed outside of
@@ -44,6 +45,8 @@ def prepared(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 module.sparse = False
+            if _is_plain_bag(module):
+                module.forward = _looked_up(module)  # type: ignore[method-assign]
         stack.enter_context(_constant_padding(model))
         stack.enter_context(_no_checkpointing())
         stack.enter_context(_no_fused_encoder())
@@ -95,6 +98,34 @@ class _Attributes:
             mapping.update(content)
         for sequence, items in self.lists:
             sequence[:] = items
+
+
+def _is_plain_bag(module: nn.Module) -> TypeGuard[nn.EmbeddingBag]:
+    return (
+        isinstance(module, nn.EmbeddingBag)
+        and getattr(module.forward, "__func__", None) is nn.EmbeddingBag.forward
+        and module.mode in ("sum", "mean")
+        and module.max_norm is None
+        and not module.scale_grad_by_freq
+    )
+
+
+def _looked_up(module: nn.EmbeddingBag) -> Callable[..., Tensor]:
+    """Return what a layer computes, as a lookup and a sum; bags in one row with offsets stay as they are."""
+    own = module.forward
+
+    def forward(input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        if input.ndim != 2 or offsets is not None:
+            return own(input, offsets, per_sample_weights)
+        entries = nn.functional.embedding(input, module.weight)  # (B, T, width)
+        shares = torch.ones_like(input, dtype=entries.dtype) if per_sample_weights is None else per_sample_weights
+        if module.padding_idx is not None:
+            shares = shares * (input != module.padding_idx)
+        if module.mode == "mean":
+            shares = shares / shares.sum(dim=1, keepdim=True).clamp_min(1)
+        return (shares.unsqueeze(-1) * entries).sum(dim=1)
+
+    return forward
 
 
 @contextmanager
