@@ -97,6 +97,14 @@ def test_loss_is_refused(loss, error, match):
         fit(et.Task(net(), loss))
 
 
+def test_a_norm_that_needs_several_examples_is_refused_like_other_batch_statistics():
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    x, y = examples()
+    model = nn.Sequential(nn.Linear(x.shape[1], 4), norm, nn.Linear(4, int(y.max()) + 1))
+    with pytest.raises(TaskError, match=r"alone in its batch fails \(Expected more than 1 value.*batch statistics"):
+        fit(et.classification(model), (x, y))
+
+
 def test_independence_is_judged_on_an_example_with_loss():
     # The first example is fitted so well that dividing its loss by anything changes nothing.
     def loss(model, batch):
@@ -304,6 +312,11 @@ DATA = {
     "list of dict examples": (
         lambda: [{"x": torch.zeros(3), "labels": 1}],
         "the dict it begins with holds a single number",
+    ),
+    "one example": (lambda: dataset()[0], r"A tuple is read as one batch.* holds a single number.*Data\(\[example\]\)"),
+    "one dict example": (
+        lambda: {"x": torch.zeros(3), "labels": torch.tensor(1)},
+        r"A dict is read as one batch.* holds a single number.*Data\.from_batches\(\[batch\]\)",
     ),
     "tuple of batches": (lambda: (examples(), examples()), r"read as one batch .*holds no tensor: \(tuple, tuple\)"),
     "tuple of arrays": (lambda: (np.zeros((2, 3)), np.zeros(2)), r"\(ndarray, ndarray\).*arrays as tensors"),

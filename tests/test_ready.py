@@ -11,6 +11,8 @@ import eigentrace as et
 from eigentrace.errors import TaskError
 from small import examples, fit, net
 
+ONE = {"input_ids": torch.arange(5), "labels": torch.arange(5)}
+
 
 class Wrapped(nn.Module):
     """Returns the logits of `net` in a form of one's choice, from inputs under a name."""
@@ -146,3 +148,20 @@ def test_a_single_logit_is_refused():
     task = et.classification(nn.Linear(3, 1))
     with pytest.raises(TaskError, match=r"a single logit per example.*binary_cross_entropy_with_logits"):
         et.Loss().fit(task, [(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))])
+
+
+@pytest.mark.parametrize("data", [ONE, [ONE, ONE]])
+@pytest.mark.parametrize("make", [et.causal_lm, et.seq2seq])
+def test_one_example_without_a_first_dimension_is_refused(make, data):
+    model = Seq2Seq() if make is et.seq2seq else Causal()
+    message = (
+        r"shape \(B, T\), got torch.int64 \(5,\)\. A single example needs a first dimension \(1, T\).*Data\(examples\)"
+    )
+    for method in (et.TracIn(), et.Arnoldi(steps=4, keep=2)):
+        with pytest.raises(TaskError, match=message):
+            method.fit(make(model), data)
+    batch = {name: tensor[None] for name, tensor in ONE.items()}
+    fitted = et.TracIn().fit(make(model), batch)
+    assert torch.equal(fitted.self_influence(batch), fitted.self_influence(et.Data([ONE])))
+    with pytest.raises(TaskError, match="A single example needs a first dimension"):
+        fitted.influence(batch, data)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from eigentrace.batch import select, tensors_of
 from eigentrace.curvature import Curvature, working_form
 from eigentrace.data import Batch, Data
-from eigentrace.errors import DeterminismError, NumericalError, PrecisionWarning, TaskError
+from eigentrace.errors import DeterminismError, EigentraceError, NumericalError, PrecisionWarning, TaskError
 from eigentrace.products import gradient
 from eigentrace.progress import track
 from eigentrace.task import Task
@@ -22,6 +22,10 @@ _SAME_TOL = {"fp64": 1e-8, "fp32": 1e-3, "bf16": 5e-2}
 # Finite differences of float32 gradients are good to about a percent; a wrong derivative rule is off by more.
 _FINITE_DIFFERENCE_TOL = 0.1
 _FINITE_DIFFERENCE_STEPS = (1e-2, 1e-3, 1e-4)
+_NOT_ALONE = (
+    "so losses are not per example. Look for a division by the batch's size or token count, batch statistics, or other "
+    "examples."
+)
 # Examples that the loss is tried on.
 _LOOKED_AT = 8
 
@@ -163,12 +167,16 @@ def _check_independent(task: Task, batch: Any, losses: Tensor) -> None:
         return
     # The one with the largest loss: a well-fitted example has too little of it to show a difference.
     i = int(losses.abs().argmax())
-    alone = task.losses(task.params, select(batch, slice(i, i + 1), len(losses)))
+    try:
+        alone = task.losses(task.params, select(batch, slice(i, i + 1), len(losses)))
+    except (EigentraceError, torch.OutOfMemoryError):
+        raise
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise TaskError(f"The loss of an example that is alone in its batch fails ({error}), {_NOT_ALONE}") from error
     gap = _relative(losses[i], alone) if len(alone) == 1 else float("inf")
     if gap > max(_SAME_TOL[_precision(task)], 1e-3):
         raise TaskError(
-            f"The loss of an example changes by {gap:.2g} of its size when it is alone in its batch, so losses are not "
-            "per example. Look for a division by the batch's size or token count, batch statistics, or other examples."
+            f"The loss of an example changes by {gap:.2g} of its size when it is alone in its batch, {_NOT_ALONE}"
         )
 
 

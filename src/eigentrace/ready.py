@@ -107,7 +107,9 @@ def causal_lm(
     """
 
     def outputs(model: nn.Module, batch: Any) -> Tensor:
-        return _logits(_run(model, _dict_inputs(batch, "causal_lm")))[:, :-1]
+        inputs = _dict_inputs(batch, "causal_lm")
+        _token_labels(batch)  # before the model meets an example without a first dimension
+        return _logits(_run(model, inputs))[:, :-1]
 
     return _token_task(model, params, l2, outputs, lambda batch: _token_labels(batch)[:, 1:], reduction, measurement)
 
@@ -161,7 +163,11 @@ def _dict_inputs(batch: Any, what: str) -> dict[str, Any]:
 def _token_labels(batch: Any) -> Tensor:  # (B, T)
     labels = batch["labels"]
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim != 2:
-        raise TaskError(f"Labels of tokens must be integers of shape (B, T), got {_described(labels)}.")
+        single = isinstance(labels, Tensor) and labels.ndim == 1
+        hint = " A single example needs a first dimension (1, T); give a list of such as eigentrace.Data(examples)."
+        raise TaskError(
+            f"Labels of tokens must be integers of shape (B, T), got {_described(labels)}.{hint if single else ''}"
+        )
     return labels
 
 

@@ -54,6 +54,13 @@ def _one_batch(data: tuple | Mapping) -> tuple | Mapping:
             f"A tuple is read as one batch such as (inputs, labels), and this one holds no tensor: ({kinds}). Give "
             "several batches as a list, arrays as tensors, and single examples as eigentrace.Data(examples)."
         )
+    parts = data.values() if isinstance(data, Mapping) else data
+    if any(_is_number(part) and not isinstance(part, bool) for part in parts):
+        raise DataError(
+            f"A {type(data).__name__} is read as one batch, and this one holds a single number, as one example does. "
+            "Give one example as eigentrace.Data([example]), and a batch with a number that belongs to all of its "
+            "examples as eigentrace.Data.from_batches([batch])."
+        )
     return data
 
 
