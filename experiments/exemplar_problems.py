@@ -167,7 +167,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise InputError('Photos are read by Pillow: pip install "eigentrace[images]".') from None
+        raise InputError('Photos are read by Pillow: pip install -e ".[images]".') from None
     return Image
 
 

@@ -299,7 +299,7 @@ class Subwords:
             from tokenizers import Tokenizer, models, pre_tokenizers, trainers
         except ImportError as error:
             raise InputError(
-                'Subwords need `tokenizers`: pip install "eigentrace[hf]", or run python -m experiments.translation '
+                'Subwords need `tokenizers`: pip install -e ".[hf]", or run python -m experiments.translation '
                 "where it is installed and bring the --cache folder along."
             ) from error
         path = self.folder / f"subwords_{self.name}.json"

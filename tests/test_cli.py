@@ -59,7 +59,7 @@ def test_without_typer_it_says_what_to_install(monkeypatch, capsys):
     # A text handed to sys.exit goes to stderr and makes the code 1.
     assert message == (
         "eigentrace: the command line needs the package typer, which is not installed. "
-        'Install it with: pip install "eigentrace[cli]"'
+        'Install it in the clone: pip install -e ".[cli]"'
     )
     assert capsys.readouterr().out == ""
 

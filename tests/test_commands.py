@@ -9,11 +9,13 @@ import sys
 import textwrap
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from eigentrace import cli
+from eigentrace.decisions import Decisions
 from tests.test_worked_example import check_cleaned, shape
 from tests.worked import build, commands
 
@@ -160,8 +162,8 @@ def test_explaining_by_row_and_exactly(scored, call):
         "": "Say what to explain",
         "--row 1 --queries new.csv": "Say what to explain",
         "--row 40": "rows 0 to 39",
-        "--row 1 --normalize loudly": "normalize must be",
-        "--row 1 --exclude others": "exclude must be",
+        "--row 1 --normalize loudly": "--normalize must be gradient or metric, got 'loudly'",
+        "--row 1 --exclude others": "--exclude must be self, duplicates or none, got 'others'",
         "--row 1 --out answers.csv": "answers.csv exists already",
         "--row 1 --out answers.txt": "must end in .csv or .parquet",
         "--queries new.csv": "open_run(path, task, data).explain(queries)",
@@ -175,6 +177,9 @@ def test_cleaning_a_function_s_data(scored, call):
     code, out, _ = call("clean runs/x --drop 10% --per-class --decisions d.parquet")
     assert (code, out.splitlines()[1]) == (0, "Decisions: d.parquet")
     assert pq.read_table("d.parquet").num_rows == 40
+    assert call("clean runs/x --drop 10% --per-class --decisions d.csv")[0] == 0
+    assert Decisions.read("d.csv").dropped.tolist() == Decisions.read("d.parquet").dropped.tolist()
+    assert pa.csv.read_csv("d.csv").column_names == pq.read_table("d.parquet").column_names
     assert "Nothing was written" in call("clean runs/x --above 5")[1]
     for words, message in {
         "": "Exactly one of drop",
@@ -183,6 +188,7 @@ def test_cleaning_a_function_s_data(scored, call):
         "--drop 5% --by text": "no column 'text'",
         "--drop 5% --out kept.csv": "does not say which file its rows came from",
         "--drop 5% --decisions d.parquet": "d.parquet exists already",
+        "--drop 5% --decisions d.xlsx": "end 'd.xlsx' in .parquet or .csv",
     }.items():
         code, out, err = call(f"clean runs/x {words}")
         assert (code, out) == (2, "")

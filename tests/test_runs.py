@@ -134,9 +134,9 @@ def test_shards_end_by_rows_or_by_work(fitted, tmp_path):
 
 REFUSED = {
     "another model": (lambda: (fit(seed=1), data()), {}, "another model, weights or selection"),
-    "another fit": (lambda: (fit(method=et.Arnoldi(steps=20, keep=5)), data()), {}, "another settings of the fit"),
-    "other data": (lambda: (fit(), et.Data([Points_(row) for row in range(60)], batch_size=8)), {}, "training data"),
-    "fewer data": (lambda: (fit(), data(50)), {}, "training data"),
+    "another fit": (lambda: (fit(method=et.Arnoldi(steps=20, keep=5)), data()), {}, "other settings of the fit"),
+    "other data": (lambda: (fit(), et.Data([Points_(row) for row in range(60)], batch_size=8)), {}, "other training"),
+    "fewer data": (lambda: (fit(), data(50)), {}, "other training data"),
     "another batch size": (lambda: (fit(), data()), {"compute": et.Compute(batch=16)}, "batch is 8 there and 16 here"),
     "another precision": (
         lambda: (fit(), data()), {"compute": et.Compute(precision="bf16")}, 'precision is "fp32" there and "bf16" here',

@@ -147,7 +147,7 @@ def test_a_missing_package_is_named_with_its_extra(scored, name):
     run = subprocess.run([sys.executable, "-c", code, str(scored)], capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert f"needs the package {name}" in run.stderr
-    assert 'pip install "eigentrace[serve]"' in run.stderr
+    assert 'In the clone: pip install -e ".[serve]"' in run.stderr
 
 
 def test_the_benchmark_runs_at_its_smallest(tmp_path):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _NO_TYPER = (
     "eigentrace: the command line needs the package typer, which is not installed. "
-    'Install it with: pip install "eigentrace[cli]"'
+    'Install it in the clone: pip install -e ".[cli]"'
 )
 # Equal to the demo's own default, which cannot be read without loading torch.
 _STEPS = 100

@@ -19,6 +19,7 @@ from eigentrace.cleaning import clean as decide
 from eigentrace.cli import request
 from eigentrace.cli.showing import class_names, counted, show_explanation, show_fit, show_run
 from eigentrace.compute import Compute
+from eigentrace.decisions import check_decisions_file
 from eigentrace.ensemble import load
 from eigentrace.errors import InputError
 from eigentrace.explain import Explanation
@@ -85,6 +86,8 @@ def explain(
     """Print proponents and opponents."""
     if bool(rows) == (queries is not None):
         raise InputError("Say what to explain: rows of the run (--row 12), or new examples (--queries file.csv).")
+    _check_choice("--exclude", options["exclude"], (None, "self", "duplicates"), "self, duplicates or none")
+    _check_choice("--normalize", options["normalize"], (None, "gradient", "metric"), "gradient or metric")
     if out is not None:
         _check_answers_file(out)
     run = _opened(path)
@@ -117,7 +120,7 @@ def clean(
 ) -> None:
     """Decide, and write decisions and the rest of the dataset."""
     if decisions is not None:
-        _check_new(decisions)
+        _check_new(check_decisions_file(decisions))
     run = _opened(path)
     source = _source(run) if out is not None else None
     told = {name: _amount(value) for name, value in amounts.items() if value is not None}
@@ -258,6 +261,11 @@ def _source(run: Run) -> Path:
 def _check_new(path: Path) -> None:
     if path.exists():
         raise InputError(f"{path} exists already and is left as it is. Choose another path.")
+
+
+def _check_choice(option: str, value: str | None, known: tuple[str | None, ...], words: str) -> None:
+    if value not in known:
+        raise InputError(f"{option} must be {words}, got {value!r}.")
 
 
 def _check_answers_file(out: Path) -> None:

@@ -10,7 +10,7 @@ from eigentrace.errors import InputError
 if TYPE_CHECKING:
     from eigentrace.serve.launch import Place
 
-_NO_SERVER = 'The page needs the packages fastapi and uvicorn. Install them with: pip install "eigentrace[serve]"'
+_NO_SERVER = 'The page needs the packages fastapi and uvicorn. In the clone: pip install -e ".[serve]"'
 
 
 def serve(path: Path, port: int, host: str, token: str | None, model: bool, open_browser: bool, as_json: bool) -> None:

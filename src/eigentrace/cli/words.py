@@ -163,7 +163,7 @@ def clean(
     below: Annotated[float | None, typer.Option(help="Drop scores below this number.")] = None,
     by: Annotated[str, typer.Option(help="Column to decide by.")] = "self_influence",
     per_class: Annotated[bool, typer.Option("--per-class", help="Take the share within each label.")] = False,
-    decisions: Annotated[Path | None, typer.Option(help="Parquet file for every row's decision.")] = None,
+    decisions: Annotated[Path | None, typer.Option(help="Parquet or CSV file for every row's decision.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the dataset without the dropped rows.")] = None,
     json: _Json = False,
 ) -> None:
@@ -208,7 +208,13 @@ def serve(
 def report(
     run: _Run,
     out: Annotated[Path | None, typer.Option(help="A new HTML file; RUN/page.html if not given.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Examples in it, those of highest self-influence first.")] = 300,
+    rows: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Examples of highest self-influence to explain; those that explain them, and a sample, are added.",
+        ),
+    ] = 300,
     json: _Json = False,
 ) -> None:
     """Write the page on a run as one HTML file, to mail around."""

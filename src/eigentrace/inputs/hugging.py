@@ -135,7 +135,7 @@ def _transformers() -> ModuleType:
         if error.name != "transformers":
             raise
         raise InputError(
-            "Models from Hugging Face folders need the package transformers, which is not installed. Install it with: "
-            'pip install "eigentrace[hf]"'
+            "Models from Hugging Face folders need the package transformers, which is not installed. In the clone: "
+            'pip install -e ".[hf]"'
         ) from None
     return transformers

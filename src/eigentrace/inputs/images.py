@@ -237,6 +237,6 @@ def _pillow() -> ModuleType:
         import PIL.ImageOps
     except ModuleNotFoundError:
         raise InputError(
-            'Images need the package pillow, which is not installed. Install it with: pip install "eigentrace[images]"'
+            'Images need the package pillow, which is not installed. In the clone: pip install -e ".[images]"'
         ) from None
     return PIL

@@ -26,7 +26,7 @@ try:
     from starlette.concurrency import run_in_threadpool
 except ModuleNotFoundError as error:
     raise InputError(
-        f'The page needs the package {error.name}, which is not installed. Install it: pip install "eigentrace[serve]"'
+        f'The page needs the package {error.name}, which is not installed. In the clone: pip install -e ".[serve]"'
     ) from None
 
 if TYPE_CHECKING:

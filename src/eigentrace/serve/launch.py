@@ -52,7 +52,7 @@ def serve(
         import uvicorn
     except ModuleNotFoundError:
         raise InputError(
-            'The page needs the package uvicorn, which is not installed. Install it: pip install "eigentrace[serve]"'
+            'The page needs the package uvicorn, which is not installed. In the clone: pip install -e ".[serve]"'
         ) from None
     is_local = _is_local(host)
     token = _checked(token, host, is_local)

@@ -73,7 +73,7 @@ def read_image(given: Any) -> np.ndarray:  # (H, W) or (H, W, 3) uint8
         from PIL import Image, ImageOps
     except ModuleNotFoundError:
         raise InputError(
-            'Images need the package pillow, which is not installed. Install it with: pip install "eigentrace[images]"'
+            'Images need the package pillow, which is not installed. In the clone: pip install -e ".[images]"'
         ) from None
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:

@@ -20,11 +20,11 @@ from eigentrace.store.shards import Record
 KIND = "run"
 # What must be the same for a run to be continued, with the words that say so.
 _IDENTITY = {
-    "model": "model, weights or selection of parameters",
-    "method": "settings of the fit",
-    "data": "training data",
-    "compute": "batch size, precision or engine",
-    "features": "type or number of stored features",
+    "model": "another model, weights or selection of parameters",
+    "method": "other settings of the fit",
+    "data": "other training data",
+    "compute": "another batch size, precision or engine",
+    "features": "another type or number of stored features",
 }
 
 
@@ -79,7 +79,7 @@ class Folder:
             held, asked = self.manifest[key], manifest[key]
             if held != asked:
                 raise MismatchError(
-                    f"The run at {self.path} was begun with another {words}: {_differing(held, asked)}. "
+                    f"The run at {self.path} was begun with {words}: {_differing(held, asked)}. "
                     "Continue it with what it was begun with, or choose another directory; nothing was changed."
                 )
         if columns is not None and not (
