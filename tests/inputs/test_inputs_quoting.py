@@ -64,7 +64,7 @@ def test_a_quote_that_opens_and_one_that_closes_do_not_swallow_what_lies_between
 
 def test_what_is_cleaned_is_read_back_the_same(folder, tmp_path):
     content = plain(CRAWLED)
-    drop = np.array([False, True, False, False, True, False])
+    drop = np.array([True, False, False, True, False, False])
     out = export(drop, written(folder, content), tmp_path / "kept.tsv")
     lines = content.encode().splitlines(keepends=True)
     assert out.read_bytes() == lines[0] + b"".join(line for line, gone in zip(lines[1:], drop, strict=True) if not gone)
