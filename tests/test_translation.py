@@ -154,7 +154,7 @@ def test_subwords_are_learned_once_and_long_pairs_left_out(tmp_path, monkeypatch
 
 def test_without_a_tokenizer_the_message_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(InputError, match=r"eigentrace\[hf\].*--cache folder"):
+    with pytest.raises(InputError, match=r'pip install -e "\.\[hf\]".*--cache folder'):
         Subwords(small_texts("train"), 100, tmp_path).pairs(small_texts("dev"))
 
 

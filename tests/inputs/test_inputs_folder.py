@@ -266,7 +266,7 @@ def test_a_missing_extra_is_named(package, home, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("PIL.")]:
         monkeypatch.setitem(sys.modules, name, None)
     extra = "hf" if package == "transformers" else "images"
-    with pytest.raises(InputError, match=rf'pip install "eigentrace\[{extra}\]"'):
+    with pytest.raises(InputError, match=rf'pip install -e "\.\[{extra}\]"'):
         made(home, "vit")
 
 
