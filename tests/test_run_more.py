@@ -17,7 +17,7 @@ import eigentrace as et
 from eigentrace.errors import InputError, MismatchError, NumericalError, StorageError, UnsupportedError
 from eigentrace.files import write_tensors
 from eigentrace.store.columns import Names
-from tests.runs import Points, data, fit, task
+from tests.runs import Points, data, fit, model, task
 
 
 @pytest.fixture(scope="module")
@@ -148,18 +148,53 @@ def test_a_row_that_is_no_number_costs_nothing_that_was_scored(fitted, tmp_path)
     assert np.allclose(found, fitted.self_influence(given), rtol=1e-5, atol=1e-7)
 
 
-def test_features_that_half_precision_cannot_hold_are_told(tmp_path):
-    class Huge(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(5, 3)
+class Scaled(nn.Module):
+    """A model in double precision whose gradients are as large as asked for."""
 
-        def forward(self, x):
-            return self.inner(x * 1e6)
+    def __init__(self, size):
+        super().__init__()
+        self.inner, self.size = model().double(), size
 
-    fitted = et.RandProj(keep=3).fit(et.classification(Huge()), data())
-    with pytest.raises(NumericalError, match=r"features of row \d+ are too large for fp16"):
-        et.score(fitted, data(), tmp_path / "x", features="fp16")
+    def forward(self, x):
+        return self.inner(x.double()) * self.size
+
+
+def test_features_that_cannot_be_held_are_told(tmp_path):
+    fitted = et.RandProj(keep=3).fit(et.classification(Scaled(1e45)), data())
+    for features in ("fp32", "fp16"):
+        with pytest.raises(NumericalError, match=r"features of row \d+ are too large for float32"):
+            et.score(fitted, data(), tmp_path / features, features=features)
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-4, 1.0, 1e6])
+def test_half_precision_loses_nothing_small_or_large(size, tmp_path):
+    def loss(net, batch):  # every third example is far smaller than the others, and one in ten has no gradient
+        rows = batch[0][:, 0]
+        weights = torch.where(rows > 1, 1e-6, 1.0) * (rows > -1.2)
+        return torch.nn.functional.cross_entropy(net(batch[0]), batch[1], reduction="none") * weights * size
+
+    fitted = et.RandProj(keep=7).fit(et.Task(model().double(), loss=loss), doubles())
+    expected = fitted.features(doubles())
+    run = et.score(fitted, doubles(), tmp_path / "x", features="fp16", shard_rows=20)
+    found = run.features_of(np.arange(60))
+    assert torch.equal(found, torch.cat([chunk for _, chunk in run.feature_chunks(rows_at_once=7)]))
+    assert torch.equal(found == 0, expected == 0)
+    assert ((found - expected).abs() <= 2**-11 * expected.abs() + 2**-38 * expected.abs().amax(dim=1)[:, None]).all()
+    single = et.score(fitted, doubles(), tmp_path / "y")
+    few, many = (et.open_run(opened.path).explain(np.arange(60), k=5, normalize="gradient") for opened in (run, single))
+    assert np.allclose(few.proponents.scores, many.proponents.scores, rtol=2e-3, atol=2e-3)
+
+
+class Doubles(Points):
+    """The same in double precision."""
+
+    def __getitem__(self, row):
+        x, y = super().__getitem__(row)
+        return x.double(), y
+
+
+def doubles():
+    return et.Data(Doubles(), batch_size=8)
 
 
 class Odd(Points):

@@ -13,6 +13,7 @@ from eigentrace.errors import BusyError, InputError, MismatchError, UnsupportedE
 from eigentrace.lock import locked
 from eigentrace.run import Ranking
 from eigentrace.store.columns import Names
+from eigentrace.store.shards import read_column
 from tests.runs import data, fit, task
 
 
@@ -78,7 +79,11 @@ def test_features_come_back_chunk_by_chunk(run, fitted):
 
 def test_half_the_bytes(fitted, tmp_path):
     run = et.score(fitted, data(), tmp_path / "x", features="fp16")
-    assert {chunk.dtype for _, chunk in run.feature_chunks()} == {torch.float16}
+    held = [read_column(path, "features") for path in (run.path / "shards").glob("*.safetensors")]
+    assert {tensor.dtype for tensor in held} == {torch.float16}
+    expected = fitted.features(data())
+    sizes = expected.abs().amax(dim=1, keepdim=True)
+    assert ((run.features_of(np.arange(60)) - expected).abs() <= 2**-11 * sizes).all()
     assert np.allclose(run.column("self_influence"), fitted.self_influence(data()), rtol=1e-5)
 
 

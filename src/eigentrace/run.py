@@ -21,10 +21,10 @@ from eigentrace.groups import groups
 from eigentrace.settings import check_counts
 from eigentrace.store import Folder, Shard
 from eigentrace.store.columns import Names
-from eigentrace.store.shards import gaps, names_in, read_column, read_rows
+from eigentrace.store.shards import gaps, names_in, read_column, read_rows, unhalved
 from eigentrace.store.table import ID
 from eigentrace.task import Task
-from eigentrace.terms import FEATURES
+from eigentrace.terms import EXPONENTS, FEATURES
 
 _SCORED = ("loss", "gradient_norm", "self_influence", "label", "prediction", "confidence")
 
@@ -145,9 +145,14 @@ class Run:
             raise UnsupportedError(f"{self.manifest['method']['name']} stores no features: ask with the model at hand.")
         for shard in self.shards:
             path = self.folder.record.file(shard)
+            is_scaled = EXPONENTS in names_in(path)
             for low in range(0, shard.stop - shard.start, rows_at_once):
                 high = min(low + rows_at_once, shard.stop - shard.start)
-                yield shard.start + low, read_column(path, FEATURES, low, high)
+                chunk = read_column(path, FEATURES, low, high)
+                yield (
+                    shard.start + low,
+                    unhalved(chunk, read_column(path, EXPONENTS, low, high)) if is_scaled else chunk,
+                )
 
     def features_of(self, rows: np.ndarray) -> Tensor:  # (n, K)
         """Read the features of some rows, in the order asked for."""
@@ -159,8 +164,11 @@ class Run:
         result = torch.empty(len(rows), self.num_features, dtype=torch.float32)
         for number in np.unique(home).tolist():
             shard, here = self.shards[number], np.flatnonzero(home == number)
-            path = self.folder.record.file(shard)
-            result[here] = read_rows(path, FEATURES, (rows[here] - shard.start).tolist()).float()
+            path, places = self.folder.record.file(shard), (rows[here] - shard.start).tolist()
+            found = read_rows(path, FEATURES, places)
+            if EXPONENTS in names_in(path):
+                found = unhalved(found, read_rows(path, EXPONENTS, places))
+            result[here] = found.float()
         return result
 
     def self_influence(self, unit: Unit = None) -> "Ranking":

@@ -26,9 +26,9 @@ from eigentrace.projected import ProjectedFit
 from eigentrace.run import Run
 from eigentrace.settings import check_counts, check_not_negative, plain
 from eigentrace.store import Folder
-from eigentrace.store.shards import as_dtype, begins_with, gaps
+from eigentrace.store.shards import begins_with, gaps, halved
 from eigentrace.store.table import as_columns, write_table
-from eigentrace.terms import FEATURES, Term, held_part, scored, terms_of, weights_of
+from eigentrace.terms import EXPONENTS, FEATURES, Term, held_part, scored, terms_of, weights_of
 from eigentrace.version import __version__
 
 Stored = Literal["fp32", "fp16"]
@@ -61,7 +61,7 @@ def score(
         out: The run's directory; new, or of a run begun with the same model, fit and data.
         shard_rows: A shard of the run ends after so many examples,
         shard_seconds: or after so much work, whichever comes first. A killed run loses at most one.
-        features: The type features are stored in.
+        features: The type features are stored in. In half precision every example has a scale of its own.
         columns: More to keep per example: a mapping of names to arrays, or a pyarrow Table, such as an annotator or a
             source to group by.
         compute: Engine, precision and batch size, which the run then is bound to.
@@ -255,11 +255,15 @@ def _fill(folder: Folder, terms: tuple[Term, ...], data: Data, rows: range, comp
 def _stored(part: dict[str, Tensor], first: int, features: Stored) -> dict[str, Tensor]:
     """Give features the type they are stored in, which must be able to hold them."""
     if FEATURES in part:
-        part[FEATURES] = part[FEATURES].to(as_dtype(features))
-        bad = (~part[FEATURES].isfinite()).any(dim=1).nonzero().flatten()
+        single = part[FEATURES].float()
+        bad = (~single.isfinite()).any(dim=1).nonzero().flatten()
         if len(bad):
             raise NumericalError(
-                f"The features of row {first + int(bad[0])} are too large for {features}. Use features='fp32', in "
-                "another directory."
+                f"The features of row {first + int(bad[0])} are too large for float32, in which they are read back. "
+                "Look at that example, or fit on a loss or inputs of smaller size."
             )
+        if features == "fp16":
+            part[FEATURES], part[EXPONENTS] = halved(single)
+        else:
+            part[FEATURES] = single
     return part

@@ -19,6 +19,8 @@ from eigentrace.projected import ProjectedFit
 from eigentrace.task import Task
 
 FEATURES = "features"
+EXPONENTS = "feature_exponents"
+"""Of rows in half precision: the power of two that each was scaled by."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from eigentrace.files import checksum, replacing, write_tensors
 
 _RECORD = "shards.json"
 _FORMAT = 1
+# Half precision holds numbers from 6e-8 to 65,504: rows are scaled so that their largest lies just below 2**15.
+_HALF = 15
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,13 @@ def begins_with(path: Path, tensors: Mapping[str, Tensor]) -> bool:
     return True
 
 
-def as_dtype(name: str) -> torch.dtype:
-    """Return the type that features are stored in."""
-    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}[name]
+def halved(features: Tensor) -> tuple[Tensor, Tensor]:  # (n, K) -> (n, K) float16, (n,) int16
+    """Put features in half precision, each row at a power of two of its own, so that none is too small or too large."""
+    exponents = torch.frexp(features.double().abs().amax(dim=1)).exponent.clamp(-900, 900)
+    scaled = torch.ldexp(features.double(), (_HALF - exponents)[:, None])
+    return scaled.half(), exponents.short()
+
+
+def unhalved(features: Tensor, exponents: Tensor) -> Tensor:  # (n, K), (n,) -> (n, K) float32
+    """Take the rows' scales off again."""
+    return torch.ldexp(features.double(), (exponents.long() - _HALF)[:, None]).float()
