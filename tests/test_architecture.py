@@ -46,6 +46,7 @@ TIERS = (
     ("ensemble", "callbacks", "backing", "augmented"),
     ("methods",),
     ("store", "terms", "decisions"),
+    ("candidates",),
     ("explain", "cleaning"),
     ("groups",),
     ("run",),

@@ -156,6 +156,12 @@ def test_explaining_by_row_and_exactly(scored, call):
     held = pa.csv.read_csv("answers.csv")
     assert held.column_names == ["query", "side", "rank", "row", "score", "label", "prediction"]
     assert "(exact)" in call("explain runs/x --row 7 -k 2 --exact")[1]
+    assert (
+        "without the example (exact scores of a shortlist of 8)\n"
+        in call("explain runs/x --row 7 -k 2 --exact --shortlist 8")[1]
+    )
+    told = json.loads(call("explain runs/x --row 7 -k 2 --exact --shortlist 8 --json")[1])
+    assert (told["how"], told["shortlist"]) == ("rescored", 8)
     assert "as cosines" in call("explain runs/x --row 7 -k 2 --normalize metric")[1]
     assert call("explain runs/x --row 7 -k 50 --same-label")[0] == 0
     for words, message in {

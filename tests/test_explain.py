@@ -7,7 +7,7 @@ import torch
 import eigentrace as et
 import eigentrace.explain as explaining
 from eigentrace.errors import InputError, UnsupportedError
-from eigentrace.explain import EXACT, KEPT, STORED
+from eigentrace.explain import EXACT, KEPT, RESCORED, STORED
 from tests.runs import Points, data, fit, model, task
 
 QUERIES = [3, 17, 0]
@@ -86,6 +86,23 @@ def test_a_shortlist_is_scored_again_where_the_model_is_at_hand(run, fitted):
     assert np.allclose(few.proponents.scores, np.take_along_axis(scores, few.proponents.rows, axis=1), rtol=1e-4)
 
 
+def test_only_an_answer_that_overlooks_nobody_is_called_exact(run, fitted, monkeypatch):
+    for count in (60, 61, None):
+        whole = run.explain(QUERIES, k=2, shortlist=count)
+        assert (whole.how, whole.shortlist, whole.told) == (EXACT, None, "exact")
+    some = run.explain(QUERIES, k=2, shortlist=11)
+    assert (some.how, some.shortlist, some.told) == (RESCORED, 12, "exact scores of a shortlist of 12")
+    assert str(some).startswith("exact scores of a shortlist of 12, in nats\n")
+    assert run.explain(QUERIES, k=7, shortlist=2).shortlist == 14
+    monkeypatch.setattr(explaining, "_SHORTLIST", 22)
+    assert run.explain(QUERIES, k=1).shortlist == 22
+    assert run.explain(QUERIES, k=2).how == EXACT  # forty candidates, and no more than twice as many rows
+    labels = run.column("label")
+    few = run.explain(QUERIES, k=2, same_label=True, shortlist=int(np.bincount(labels).max()))
+    assert (few.how, few.shortlist) == (EXACT, None)
+    check(few, truth(fitted), 2, own_rows() | (labels != labels[QUERIES][:, None]))
+
+
 def test_without_the_model_the_answer_says_what_it_lacks(run, fitted, tmp_path):
     kept = et.open_run(run.path).explain(QUERIES, k=5)
     assert kept.how == KEPT
@@ -106,7 +123,7 @@ def test_normalised_scores(normalize, truncated, run, fitted):
         own_rows(),
     )
     found = run.explain(QUERIES, k=5, normalize=normalize, shortlist=120)
-    assert found.unit == "cosine"
+    assert found.unit == {"metric": "cosine", "gradient": None}[normalize]  # a product over lengths may exceed 1
     check(found, truth(fitted, normalize), 5, own_rows())
 
 

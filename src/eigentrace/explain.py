@@ -1,56 +1,34 @@
 """Who is responsible: the strongest proponents and opponents of queries, by stored features, exactly where possible."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
+from eigentrace.candidates import Allowed, Asked, Scored, by_features, candidates, lacks_tail
 from eigentrace.compute import Compute
 from eigentrace.data import Data, as_data
 from eigentrace.ensemble import Ensemble
 from eigentrace.errors import InputError, UnsupportedError
 from eigentrace.fitted import Fitted, Normalize
 from eigentrace.projected import ProjectedFit
-from eigentrace.search import search
+from eigentrace.search import Ranked
 from eigentrace.settings import check_counts
-from eigentrace.shortlist import Ranked
-from eigentrace.store.columns import Names
 from eigentrace.terms import FEATURES, measured
 
 Exclude = Literal["self", "duplicates"] | None
-EXACT, STORED, KEPT = "exact", "stored tail", "kept directions only"
+EXACT, RESCORED, STORED, KEPT = "exact", "rescored", "stored tail", "kept directions only"
+# Candidates per query unless told, and how many times what is asked for on one side they are at least. Twice as many
+# are not worth a choice: everybody is scored.
+_SHORTLIST, _TIMES = 2000, 20
 # Queries whose shortlists are scored together, and scores by the model that are held at a time.
 _TOGETHER, _SCORES = 64, 2**24
-
-
-class Scored(Protocol):
-    """What a run offers to whoever asks it."""
-
-    fitted: Fitted | None
-    data: Data | None
-
-    @property
-    def manifest(self) -> dict[str, Any]: ...  # noqa: D102
-    @property
-    def num_rows(self) -> int: ...  # noqa: D102
-    @property
-    def num_features(self) -> int: ...  # noqa: D102
-    @property
-    def weights(self) -> Tensor: ...  # noqa: D102
-    @property
-    def columns(self) -> tuple[str, ...]: ...  # noqa: D102
-    @property
-    def names(self) -> Names | None: ...  # noqa: D102
-    @property
-    def digests(self) -> np.ndarray | None: ...  # noqa: D102
-    def column(self, name: str) -> np.ndarray: ...  # noqa: D102
-    def features_of(self, rows: np.ndarray) -> Tensor: ...  # noqa: D102
-    def feature_chunks(self, rows_at_once: int = ...) -> Iterator[tuple[int, Tensor]]: ...  # noqa: D102
+_ROWS = 65_536  # whose leave to answer is looked at together
 
 
 @dataclass(frozen=True)
@@ -74,9 +52,17 @@ class Explanation:
     proponents: Side
     opponents: Side
     how: str
-    """"exact"; "stored tail": by features that stand for the tail; or "kept directions only": without any tail."""
+    """"exact": nobody stronger was overlooked; "rescored": the scores are exact, but of a shortlist only; "stored
+    tail": by features that stand for the tail; or "kept directions only": without any tail."""
     unit: str | None
-    """"nats", the predicted rise of the query's loss without the example; "cosine" if normalised; else None."""
+    """"nats", the predicted rise of the query's loss without the example; "cosine" in the metric; else None."""
+    shortlist: int | None = None
+    """Candidates per query that were scored again, where that was not everybody."""
+
+    @property
+    def told(self) -> str:
+        """How, for people to read."""
+        return self.how if self.shortlist is None else f"exact scores of a shortlist of {self.shortlist:,}"
 
     def table(self) -> pa.Table:
         """Return one row per query and answer."""
@@ -101,7 +87,7 @@ class Explanation:
 
     def __str__(self) -> str:
         unit = "" if self.unit is None else f", in {self.unit}"
-        lines = [f"{self.how}{unit}"]
+        lines = [f"{self.told}{unit}"]
         for query in range(len(self.proponents.rows)):
             lines.append(f"query {query}")
             for sign, side in (("+", self.proponents), ("-", self.opponents)):
@@ -110,20 +96,6 @@ class Explanation:
                     if row >= 0:
                         lines.append(f"  {sign} {value:12.5g}  {name}")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """Queries, and what is known of them."""
-
-    count: int
-    rows: np.ndarray | None  # (Q,) if they are rows of the run
-    features: Tensor | None  # (Q, K)
-    data: Data | None
-    labels: np.ndarray | None
-    digests: np.ndarray | None
-    square_norms: np.ndarray | None
-    self_influence: np.ndarray | None
 
 
 def explain(
@@ -136,7 +108,7 @@ def explain(
     top_labels: int | None = None,
     exclude: Exclude = "self",
     rescore: bool | None = None,
-    shortlist: int = 200,
+    shortlist: int | None = None,
     device: Any = None,
 ) -> Explanation:
     """Find the k strongest proponents and opponents of each query.
@@ -150,41 +122,52 @@ def explain(
         same_label: Consider only examples with the query's own label.
         top_labels: Consider only examples whose label is among the query's so many most probable, as the paper does.
         exclude: "self" leaves the query's own row out, "duplicates" all examples of the same content too, None nobody.
-        rescore: Score a shortlist again by the model, with the whole tail; None does so wherever model and data are at
+        rescore: Score candidates again by the model, with the whole tail; None does so wherever model and data are at
             hand and features hold less than that.
-        shortlist: Candidates per query that are scored again.
+        shortlist: Candidates per query that are scored again, half of them on either side; everybody who may answer,
+            where there are no more than that. If None 2,000, at least 20·k, and everybody where there are no more than
+            twice as many.
         device: Where products are computed; the CPU if None.
     """
-    check_counts(1, k=k)
-    check_counts(2, shortlist=shortlist)
-    if normalize not in (None, "gradient", "metric"):
-        raise InputError(f"normalize must be None, 'gradient' or 'metric', got {normalize!r}.")
-    if exclude not in (None, "self", "duplicates"):
-        raise InputError(f"exclude must be None, 'self' or 'duplicates', got {exclude!r}.")
+    _check(k, shortlist, normalize, exclude)
     asked = _asked(run, queries)
     allowed = _allowed(run, asked, same_label, top_labels, exclude)
     rescore = _rescores(run, rescore, normalize)
     k = min(k, run.num_rows)
+    count = max(2 * k, shortlist or max(_SHORTLIST, _TIMES * k))
+    few = count if shortlist else 2 * count
+    chosen = allowed if same_label or top_labels else None
+    how, listed = EXACT, None
     if not rescore:
-        ranked, how = _by_features(run, asked, k, allowed, normalize, device), _how(run)
-    elif not run.num_features:
-        ranked, how = _by_gradients(run, asked, k, allowed, normalize), EXACT
+        ranked, how = by_features(run, asked, k, allowed, normalize, device), _how(run)
+    elif not run.num_features or _most_answers(run, chosen, few) <= few:
+        ranked = _by_gradients(run, asked, k, allowed, normalize)
     else:
-        half = max(k, -(-shortlist // 2))
-        listed = _by_features(run, asked, min(half, run.num_rows), allowed, normalize, device)
-        ranked, how = _rescored(run, asked, listed, k, normalize), EXACT
+        lists = candidates(run, asked, -(-count // 2), allowed, normalize, device)
+        ranked, how, listed = _rescored(run, asked, lists, k, normalize), RESCORED, lists.shape[1]
     nats = run.manifest["has_curvature"] and normalize is None
     divisor = float(run.manifest["num_train"]) if nats else 1.0
-    unit = "cosine" if normalize is not None else "nats" if nats else None
+    unit = "cosine" if normalize == "metric" else "nats" if nats else None
     return Explanation(
         _side(run, ranked.proponents, ranked.proponent_scores / divisor),
         _side(run, ranked.opponents, ranked.opponent_scores / divisor),
         how,
         unit,
+        listed,
     )
 
 
-def _asked(run: Scored, queries: Any) -> _Asked:
+def _check(k: int, shortlist: int | None, normalize: Normalize, exclude: Exclude) -> None:
+    check_counts(1, k=k)
+    if shortlist is not None:
+        check_counts(2, shortlist=shortlist)
+    if normalize not in (None, "gradient", "metric"):
+        raise InputError(f"normalize must be None, 'gradient' or 'metric', got {normalize!r}.")
+    if exclude not in (None, "self", "duplicates"):
+        raise InputError(f"exclude must be None, 'self' or 'duplicates', got {exclude!r}.")
+
+
+def _asked(run: Scored, queries: Any) -> Asked:
     if isinstance(queries, Integral) or _are_rows(queries):
         return _asked_rows(run, np.atleast_1d(np.asarray(queries, dtype=np.int64)))
     if run.fitted is None:
@@ -194,7 +177,7 @@ def _asked(run: Scored, queries: Any) -> _Asked:
         )
     data = as_data(queries)
     found = measured(run.fitted, data, Compute(precision=run.manifest["compute"]["precision"]))
-    return _Asked(len(data), None, found.get(FEATURES), data, *(_numpy(found, name) for name in _KNOWN))
+    return Asked(len(data), None, found.get(FEATURES), data, *(_numpy(found, name) for name in _KNOWN))
 
 
 _KNOWN = ("label", "digest", "square_norm", "self_influence")
@@ -210,7 +193,7 @@ def _are_rows(queries: Any) -> bool:
     return isinstance(queries, Sequence) and len(queries) > 0 and all(isinstance(q, Integral) for q in queries)
 
 
-def _asked_rows(run: Scored, rows: np.ndarray) -> _Asked:
+def _asked_rows(run: Scored, rows: np.ndarray) -> Asked:
     outside = rows[(rows < 0) | (rows >= run.num_rows)]
     if len(outside):
         raise InputError(f"Row {outside[0]} is not in this run, which has rows 0 to {run.num_rows - 1}.")
@@ -221,7 +204,7 @@ def _asked_rows(run: Scored, rows: np.ndarray) -> _Asked:
     labels = run.column("label")[rows] if "label" in run.columns else None
     digests = run.digests[rows] if run.digests is not None else None
     norms, own = run.column("gradient_norm")[rows] ** 2, run.column("self_influence")[rows]
-    return _Asked(len(rows), rows, features, data, labels, digests, norms, own)
+    return Asked(len(rows), rows, features, data, labels, digests, norms, own)
 
 
 def _rescores(run: Scored, wanted: bool | None, normalize: Normalize) -> bool:
@@ -250,14 +233,22 @@ def _rescores(run: Scored, wanted: bool | None, normalize: Normalize) -> bool:
 
 def _how(run: Scored) -> str:
     """Say how much of the score the stored features alone can give."""
-    if run.manifest["features"]["hold"] != "everything":
+    if lacks_tail(run):
         return KEPT
     return STORED if run.manifest["method"].get("cut", {}).get("stored") else EXACT
 
 
-def _allowed(
-    run: Scored, asked: _Asked, same_label: bool, top_labels: int | None, exclude: Exclude
-) -> Callable[[int, int], Tensor | None] | None:
+def _most_answers(run: Scored, allowed: Allowed, enough: int) -> int:
+    """Count the examples that the freest query may be answered by, where they may be as few as that."""
+    if allowed is None or run.num_rows <= enough:
+        return run.num_rows
+    counts: Tensor | int = 0
+    for first in range(0, run.num_rows, _ROWS):
+        counts = counts + allowed(first, min(_ROWS, run.num_rows - first)).sum(dim=1)
+    return int(torch.as_tensor(counts).max())
+
+
+def _allowed(run: Scored, asked: Asked, same_label: bool, top_labels: int | None, exclude: Exclude) -> Allowed:
     """Make the rule that says which examples a query may be answered by."""
     classes = _classes(run, asked, same_label, top_labels)
     labels = torch.from_numpy(run.column("label")) if classes is not None else None
@@ -283,7 +274,7 @@ def _allowed(
     return allowed
 
 
-def _classes(run: Scored, asked: _Asked, same_label: bool, top_labels: int | None) -> Tensor | None:  # (Q, c)
+def _classes(run: Scored, asked: Asked, same_label: bool, top_labels: int | None) -> Tensor | None:  # (Q, c)
     if not same_label and top_labels is None:
         return None
     if same_label and top_labels is not None:
@@ -304,27 +295,6 @@ def _classes(run: Scored, asked: _Asked, same_label: bool, top_labels: int | Non
     return classes if asked.rows is None else classes[torch.from_numpy(np.unique(asked.rows, return_inverse=True)[1])]
 
 
-def _by_features(run: Scored, asked: _Asked, k: int, allowed: Any, normalize: Normalize, device: Any) -> Ranked:
-    weighted = asked.features.double() * run.weights  # type: ignore[union-attr]
-    scale = None
-    if normalize is not None:
-        of_train = run.column("gradient_norm") if normalize == "gradient" else _root(run.column("self_influence"))
-        of_queries = _root(asked.square_norms if normalize == "gradient" else asked.self_influence)
-        weighted = weighted / torch.from_numpy(of_queries).double()[:, None].clamp_min(1e-30)
-        sizes = torch.from_numpy(of_train).clamp_min(1e-30)  # the score of an example without a gradient is 0
-
-        def scale(first: int, count: int) -> Tensor:
-            return sizes[first : first + count]
-
-    return search(run.feature_chunks(), weighted.float(), k, allowed=allowed, scale=scale, device=device)
-
-
-def _root(values: np.ndarray | None) -> np.ndarray:
-    if values is None or (values < 0).any():
-        raise UnsupportedError("Self-influence is negative for some examples, so it gives no cosine: use 'gradient'.")
-    return np.sqrt(values)
-
-
 def _whole(fitted: Fitted) -> Fitted:
     """Return the fit with its tail as it is, not as features stand for it."""
     if isinstance(fitted, Ensemble):
@@ -337,14 +307,14 @@ def _scores(run: Scored, asked: Data, train: Data, normalize: Normalize) -> Tens
     return _whole(run.fitted).influence(train, asked, normalize=normalize, compute=compute)  # type: ignore[arg-type]
 
 
-def _different(asked: _Asked) -> np.ndarray:  # (Q,)
+def _different(asked: Asked) -> np.ndarray:  # (Q,)
     """Return where each query is in its data, which holds rows that are asked about twice, or out of order, once."""
     return np.arange(asked.count) if asked.rows is None else np.unique(asked.rows, return_inverse=True)[1]
 
 
-def _rescored(run: Scored, asked: _Asked, listed: Ranked, k: int, normalize: Normalize) -> Ranked:
+def _rescored(run: Scored, asked: Asked, lists: Tensor, k: int, normalize: Normalize) -> Ranked:
     """Rank each query's shortlist by exact scores; no query sees another's list."""
-    lists = torch.cat([listed.proponents, listed.opponents], dim=1).sort(dim=1).values
+    lists = lists.sort(dim=1).values
     lists[:, 1:] = lists[:, 1:].masked_fill(lists[:, 1:] == lists[:, :-1], -1)
     places = torch.from_numpy(_different(asked))
     scores = torch.full(lists.shape, torch.nan, dtype=torch.float64)
@@ -360,18 +330,21 @@ def _rescored(run: Scored, asked: _Asked, listed: Ranked, k: int, normalize: Nor
     return _ranked(scores, lists, k)
 
 
-def _by_gradients(run: Scored, asked: _Asked, k: int, allowed: Any, normalize: Normalize) -> Ranked:
-    """Score everything by the model, a stretch of rows at a time: the way of methods that store no features."""
+def _by_gradients(run: Scored, asked: Asked, k: int, allowed: Allowed, normalize: Normalize) -> Ranked:
+    """Score everybody who may answer by the model, a stretch of rows at a time."""
     places, step = torch.from_numpy(_different(asked)), max(1, _SCORES // asked.count)
-    rows, scores = torch.empty(asked.count, 0, dtype=torch.long), torch.empty(asked.count, 0, dtype=torch.float64)
-    best = Ranked(rows, scores, rows, scores)
+    nobody = torch.full((asked.count, k), -1), torch.full((asked.count, k), torch.nan, dtype=torch.float64)
+    best = Ranked(*nobody, *nobody)
     for first in range(0, run.num_rows, step):
         stretch = range(first, min(first + step, run.num_rows))
-        scores = _scores(run, asked.data, run.data.take(stretch), normalize)[places].double()  # type: ignore[arg-type,union-attr]
-        rows = torch.arange(stretch.start, stretch.stop).expand_as(scores)
+        rows = torch.arange(stretch.start, stretch.stop).expand(asked.count, -1)
         if allowed is not None:
             rows = rows.masked_fill(~allowed(first, len(stretch)), -1)
-        best = _ranked(scores, rows, k, best)
+        here = (rows >= 0).any(dim=0).nonzero().flatten()
+        if len(here):
+            some = run.data.take((first + here).numpy())  # type: ignore[union-attr]
+            scores = _scores(run, asked.data, some, normalize)[places].double()  # type: ignore[arg-type]
+            best = _ranked(scores, rows[:, here], k, best)
     return best
 
 

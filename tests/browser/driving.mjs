@@ -262,7 +262,7 @@ export function sideOf(page, name) {
     .evaluateAll((items) =>
       items.map((item) => [
         Number(/row (\d+)/.exec(item.querySelector("a").ariaLabel)[1]),
-        Number.parseFloat(item.querySelector("[title$=nats], [title$=cosine]").title),
+        Number.parseFloat(item.querySelector(".answer-score [title]").title),
       ]),
     );
 }

@@ -213,6 +213,7 @@ def test_images_are_shown_and_asked_about(digits):
     assert found["query"]["content"]["src"].startswith("data:image/png;base64,")
     expected = get(asked, f"/api/explain/{row['row']}", k=5, exclude="none", exact=True)
     assert expected["how"] == found["how"] == "exact"
+    assert expected["shortlist"] is None
     assert [r["row"] for r in found["proponents"]] == [r["row"] for r in expected["proponents"]]
     # Without being told so, no answer waits for the model.
     assert get(asked, f"/api/explain/{row['row']}", k=5)["how"] == "kept directions only"

@@ -103,7 +103,8 @@ def explain(
     found = run.explain(asked, k, rescore=None if exact else False if run.num_features else None, **options)
     if out is not None:
         _write_answers(found, out)
-    result: dict[str, Any] = {"run": str(path), "how": found.how, "unit": found.unit, "classes": class_names(run)}
+    result: dict[str, Any] = {"run": str(path), "how": found.how, "shortlist": found.shortlist, "unit": found.unit}
+    result |= {"classes": class_names(run)}
     result |= {"rows": rows} if rows else {"queries": str(queries)}
     words = show_explanation(found, run, rows) + ("" if out is None else f"\n\nAnswers: {out}")
     _answer(result | {"answers": found.table().to_pylist()}, words, as_json)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from eigentrace.explain import EXACT, Explanation, Side
+from eigentrace.explain import EXACT, RESCORED, Explanation, Side
 from eigentrace.run import Run
 
 _WIDEST = 48
@@ -77,8 +77,8 @@ def show_run(run: Run, path: Path) -> str:
 def show_explanation(found: Explanation, run: Run, rows: Sequence[int]) -> str:
     """Show for every query who speaks for it and who against."""
     classes = class_names(run)
-    exact = "" if found.how == EXACT else "; --exact loads the model"
-    lines = [f"Scores{_UNITS[found.unit]} ({found.how}{exact})"]
+    exact = "" if found.how in (EXACT, RESCORED) else "; --exact loads the model"
+    lines = [f"Scores{_UNITS[found.unit]} ({found.told}{exact})"]
     for query in range(len(found.proponents.rows)):
         name = _about(run, rows[query], classes) if rows else f"query {query}"
         for title, side in (("Proponents", found.proponents), ("Opponents", found.opponents)):

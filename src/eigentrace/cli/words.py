@@ -142,7 +142,10 @@ def explain(
         int | None, typer.Option(help="Only the query's so many most probable labels (needs the model).")
     ] = None,
     exclude: Annotated[str, typer.Option(help="self, duplicates or none.")] = "self",
-    exact: Annotated[bool, typer.Option("--exact", help="Load the model and score a shortlist exactly.")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Load the model and score candidates exactly.")] = False,
+    shortlist: Annotated[
+        int | None, typer.Option(min=2, help="Candidates that --exact scores; 2,000, or all of a smaller run.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the answers to this Parquet or CSV file.")] = None,
     json: _Json = False,
 ) -> None:
@@ -151,7 +154,7 @@ def explain(
     By row, answers come from the stored features and need no model; --exact and --queries load it.
     """
     options = {"k": k, "normalize": normalize, "same_label": same_label, "top_labels": top_labels}
-    options["exclude"] = None if exclude == "none" else exclude
+    options |= {"exclude": None if exclude == "none" else exclude, "shortlist": shortlist}
     _commands().explain(run, row or [], queries, options, exact, out, json)
 
 

@@ -200,7 +200,7 @@ class Answers:
         return None if exact or not self.subject.run.num_features else False
 
     def _sides(self, found: "Explanation") -> Record:
-        result: Record = {"how": found.how, "unit": found.unit}
+        result: Record = {"how": found.how, "shortlist": found.shortlist, "unit": found.unit}
         for name, side in (("proponents", found.proponents), ("opponents", found.opponents)):
             there = side.rows[0] >= 0
             records = self.rows(side.rows[0][there].tolist())

@@ -4,7 +4,7 @@ import { labelsOf } from "./cards.js";
 import { described, showContent } from "./content.js";
 import { describedDecision } from "./decide.js";
 import { h } from "./dom.js";
-import { number } from "./numbers.js";
+import { count, number } from "./numbers.js";
 
 const HOW = {
   exact: "Exact scores.",
@@ -16,6 +16,11 @@ const UNIT = {
   cosine: "Scores between −1 and 1: how alike the examples are, not how strong.",
 };
 
+function howOf({ how, shortlist }) {
+  if (how !== "rescored") return HOW[how] ?? how;
+  return `Exact scores of a shortlist of ${count(shortlist)}: an example that is not on it could be stronger.`;
+}
+
 /** Both sides of an answer; `exactly`, if given, asks again for exact scores. */
 export function answers(found, exactly) {
   const sizes = [...found.proponents, ...found.opponents].map((one) => Math.abs(one.score));
@@ -26,9 +31,9 @@ export function answers(found, exactly) {
     h(
       "div",
       { class: "how-line" },
-      h("p", { class: "soft how" }, [HOW[found.how] ?? found.how, UNIT[found.unit]].filter(Boolean).join(" ")),
-      exactly && found.how !== "exact"
-        ? h("button", { type: "button", onclick: exactly, title: "Asks the model; takes seconds" }, "Score exactly")
+      h("p", { class: "soft how" }, [howOf(found), UNIT[found.unit]].filter(Boolean).join(" ")),
+      exactly && !["exact", "rescored"].includes(found.how)
+        ? h("button", { type: "button", onclick: exactly, title: "Asks the model; takes a while" }, "Score exactly")
         : null,
     ),
     h(

@@ -217,7 +217,7 @@ class Example {
 
   async explain(isExact = false) {
     const isLatest = this.explaining();
-    if (isExact) this.place.replaceChildren(loading("Asking the model about a shortlist"));
+    if (isExact) this.place.replaceChildren(loading("Asking the model"));
     else if (!this.place.childElementCount) this.place.replaceChildren(loading("Looking through all examples"));
     this.place.setAttribute("aria-busy", "true");
     const exactly = state.overview.live && source.isLive ? () => this.explain(true) : null;
