@@ -1,5 +1,6 @@
 """Bad input must stop with a message that says what arrived, what was expected and what to do: one case per mistake."""
 
+import itertools
 import warnings
 
 import numpy as np
@@ -254,6 +255,14 @@ class Unstable(Sampler):
         return iter(np.random.permutation(12).tolist())
 
 
+class Endless(Sampler):
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        return itertools.repeat(0)
+
+
 class Shrinking:
     """Batches that are one example shorter on every pass."""
 
@@ -292,6 +301,27 @@ DATA = {
     "shuffling batch sampler": (
         lambda: DataLoader(dataset(), batch_sampler=BatchSampler(RandomSampler(dataset()), 4, drop_last=False)),
         "shuffles .*BatchSampler",
+    ),
+    "some rows, in another order": (
+        lambda: DataLoader(dataset(), sampler=[2, 0, 1]),
+        r"example 0 is number 2 of the \d+ of its dataset.*Subset\(dataset, indices\).*list\(loader\)",
+    ),
+    "rows that come twice": (
+        lambda: DataLoader(dataset(), sampler=[0, 1, 1, 2]),
+        "follows a list, so that its example 2 is number 1 ",
+    ),
+    "a sampler without end": (lambda: DataLoader(dataset(), sampler=Endless()), "example 1 is number 0 "),
+    "names in place of numbers": (
+        lambda: DataLoader(dataset(), sampler=[("a", 1), ("b", 2)]),
+        "does not name examples by their number",
+    ),
+    "batches of a dataset in another order": (
+        lambda: DataLoader([dataset()[:2], dataset()[2:4]], batch_size=None, sampler=[1, 0]),
+        "example 0 is number 1 of the 2 ",
+    ),
+    "another order, and workers of its own": (
+        lambda: DataLoader(dataset(), sampler=[*range(1, len(dataset())), 0], worker_init_fn=int),
+        "example 0 is number 1 ",
     ),
     "unstable batch sampler": (
         lambda: DataLoader(dataset(), batch_sampler=BatchSampler(Unstable(), 4, drop_last=False)),

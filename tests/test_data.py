@@ -54,6 +54,8 @@ def pairs(batch):
     return (torch.stack([x for x, _ in batch]), torch.stack([y for _, y in batch]))
 
 
+ORDER = [3, 1, 4, 0, 5, 9, 2, 6, 8, 7]
+
 FORMS = {
     "Data": lambda: Data(Plain(), batch_size=4),
     "Data of tensors": lambda: Data(TensorDataset(X, Y), batch_size=4),
@@ -71,6 +73,12 @@ FORMS = {
         Plain(), batch_sampler=BatchSampler(SequentialSampler(Plain()), 3, drop_last=False)
     ),
     "loader with a sampler": lambda: DataLoader(Plain(), batch_size=3, sampler=list(range(10))),
+    "loader in another order": lambda: DataLoader(Plain(), batch_size=4, sampler=ORDER),
+    "loader in another order that drops": lambda: DataLoader(Plain(), batch_size=4, sampler=ORDER, drop_last=True),
+    "loader with buckets": lambda: DataLoader(Plain(), batch_sampler=[ORDER[:3], ORDER[3:]]),
+    "loader with buckets of tensors": lambda: DataLoader(
+        Plain(), batch_sampler=[torch.tensor(ORDER[:3]), torch.tensor(ORDER[3:])]
+    ),
     "loader with its own workers": lambda: DataLoader(Plain(), batch_size=4, num_workers=1, worker_init_fn=int),
     "batches": lambda: [(X[:7], Y[:7]), (X[7:], Y[7:])],
     "batches as lists": lambda: [[X[:7], Y[:7]], [X[7:], Y[7:]]],

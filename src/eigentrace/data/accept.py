@@ -1,9 +1,11 @@
 """Data from whatever torch users have at hand."""
 
 from collections.abc import Callable, Mapping
-from itertools import islice
+from itertools import chain, islice
+from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -28,8 +30,9 @@ _SAMPLER_PROBE = 10_000
 def as_data(data: Any) -> Data:
     """Accept what users have: `Data`, a dataset, a `DataLoader`, a list of batches, or one batch (tuple or dict).
 
-    A `DataLoader` that reads in order stands for its whole dataset, whether or not it drops the last batch. An
-    `IterableDataset`, or a loader of one, is read as `Data.stream` reads it.
+    A `DataLoader` that reads in order stands for its whole dataset, whether or not it drops the last batch. So does one
+    that reads all of it in another order that never changes: rows are those of the dataset, not places in the loader.
+    An `IterableDataset`, or a loader of one, is read as `Data.stream` reads it.
     """
     if isinstance(data, Data):
         return data
@@ -95,9 +98,53 @@ def _from_loader(loader: DataLoader) -> Data:
         )
     _refuse_shuffling(loader)
     in_order = type(loader.sampler) is SequentialSampler and loader.batch_size is not None
-    if in_order and loader.worker_init_fn is None:
+    is_plain = loader.worker_init_fn is None
+    if in_order and is_plain:
         return Data(loader.dataset, _collate_of(loader), loader.batch_size or 1, workers=loader.num_workers)
-    return Data.from_batches(loader)
+    order = None if in_order else _order(loader)
+    if in_order or (order is not None and np.array_equal(order, np.arange(len(order)))):
+        return Data.from_batches(loader)
+    if order is not None and is_plain and loader.batch_sampler is not None and _is_whole(order, loader.dataset):
+        size = loader.batch_size or max(len(batch) for batch in loader.batch_sampler)
+        return Data(loader.dataset, _collate_of(loader), size, workers=loader.num_workers)
+    raise _other_rows(loader, order)
+
+
+def _order(loader: DataLoader) -> np.ndarray | None:
+    """Read which examples the loader's sampler asks for, one after the other; None where it names them otherwise."""
+    entries: Any = loader.sampler if loader.batch_size is not None else (loader.batch_sampler or loader.sampler)
+    named = chain.from_iterable(map(_names, entries))
+    count = len(loader.dataset)  # type: ignore[arg-type]
+    with torch.random.fork_rng(devices=[]):
+        found = list(islice(named, count + 1))  # one more says that some come twice, or that it never ends
+    if not all(isinstance(name, Integral) or _is_number(name) for name in found):
+        return None
+    return np.fromiter(map(int, found), dtype=np.int64, count=len(found))
+
+
+def _names(entry: Any) -> Any:
+    if isinstance(entry, np.ndarray | Tensor) and entry.ndim:
+        return entry.tolist()
+    return entry if isinstance(entry, list | tuple) else (entry,)
+
+
+def _is_whole(order: np.ndarray, dataset: Any) -> bool:
+    return len(order) == len(dataset) and np.array_equal(np.sort(order), np.arange(len(order)))
+
+
+def _other_rows(loader: DataLoader, order: np.ndarray | None) -> DataError:
+    sampler = loader.sampler if loader.batch_size is not None else (loader.batch_sampler or loader.sampler)
+    what = f"The DataLoader follows a {type(sampler).__name__}, "
+    if order is None:
+        what += "which does not name examples by their number in the dataset"
+    else:
+        at = int((order != np.arange(len(order))).argmax())
+        total = len(loader.dataset)  # type: ignore[arg-type]
+        what += f"so that its example {at} is number {order[at]} of the {total} of its dataset"
+    return DataError(
+        f"{what}: rows of the loader would not be rows of the dataset. Pass the dataset itself, or "
+        "torch.utils.data.Subset(dataset, indices) for some of it; or list(loader), to number examples as they come."
+    )
 
 
 def _from_stream_loader(loader: DataLoader) -> Data:
