@@ -46,7 +46,7 @@ TIERS = (
     ("ensemble", "callbacks", "backing", "augmented"),
     ("methods",),
     ("store", "terms", "decisions"),
-    ("candidates",),
+    ("candidates", "unchanged"),
     ("explain", "cleaning"),
     ("groups",),
     ("run",),

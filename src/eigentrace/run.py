@@ -25,6 +25,7 @@ from eigentrace.store.shards import gaps, names_in, read_column, read_rows, unha
 from eigentrace.store.table import ID
 from eigentrace.task import Task
 from eigentrace.terms import EXPONENTS, FEATURES
+from eigentrace.unchanged import comparing, difference
 
 _SCORED = ("loss", "gradient_norm", "self_influence", "label", "prediction", "confidence")
 
@@ -202,13 +203,21 @@ class Run:
         """Return this run with its fit at hand, and the data if given."""
         fitted = self.fitted if task is None else load(self.folder.fit, task)
         given = self.data if data is None else as_data(data)
-        if given is not None and len(given) != self.num_rows:
-            raise MismatchError(
-                f"The run has {self.num_rows} examples and the data {len(given)}: give what was scored."
-            )
-        if data is not None and given is not None and given.fingerprint() != self.manifest["data"]["fingerprint"]:
-            raise MismatchError(f"The data is not what the run at {self.path} scored: its examples differ. Give that.")
+        if given is not None and data is not None:
+            self.check_data(given, task if task is not None or fitted is None else fitted.task)
+            given = comparing(self.folder, given)
         return Run(self.folder, fitted, given)
+
+    def check_data(self, data: Data, task: Task | None = None) -> None:
+        """Stop if data is not what was scored, as far as ids, labels at hand and a look at 64 examples tell."""
+        if len(data) != self.num_rows:
+            raise MismatchError(f"The run has {self.num_rows} examples and the data {len(data)}: give what was scored.")
+        found = difference(self.folder, data, task)
+        if found is not None or data.fingerprint() != self.manifest["data"]["fingerprint"]:
+            where = "" if found is None else f" ({found})"
+            raise MismatchError(
+                f"The data is not what the run at {self.path} scored: its examples differ{where}. Give that."
+            )
 
     def _check_complete(self) -> None:
         if not self.is_complete:

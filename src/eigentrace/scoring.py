@@ -29,6 +29,7 @@ from eigentrace.store import Folder
 from eigentrace.store.shards import begins_with, gaps, halved
 from eigentrace.store.table import as_columns, write_table
 from eigentrace.terms import EXPONENTS, FEATURES, Term, held_part, scored, terms_of, weights_of
+from eigentrace.unchanged import check_begun, comparing
 from eigentrace.version import __version__
 
 Stored = Literal["fp32", "fp16"]
@@ -85,6 +86,7 @@ def score(
         manifest = _manifest(fitted, terms, data, compute, features, how)
         if folder.exists:
             folder.check_same(manifest, table)
+            check_begun(folder, data, terms[0].task)
         if folder.fit.exists():
             _check_fit(folder.fit, fitted)
         if not folder.exists:
@@ -95,7 +97,7 @@ def score(
             _fill(folder, terms, data, rows, compute, _Limits(shard_rows, shard_seconds, features))
         if not folder.table_file.exists():
             write_table(folder)
-    return Run(folder, fitted, data)
+    return Run(folder, fitted, comparing(folder, data))
 
 
 def _refuse_foreign(folder: Folder) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from eigentrace.data.rows import Ids, Rows, as_rows, draw, ids_of, pick, spread
-from eigentrace.data.sources import Batch, Batches, Examples, Source, Taken, is_map_style
+from eigentrace.data.sources import Batch, Batches, Compared, Examples, Source, Taken, is_map_style
 from eigentrace.data.stream import Stream, refuse_unreadable
 from eigentrace.digest import digest_rows
 from eigentrace.errors import DataError
@@ -168,6 +168,20 @@ class Data:
         if size >= len(self):
             return np.arange(len(self))
         return draw(len(self), size, generator)
+
+    def held(self) -> Sequence[Any] | None:
+        """Return batches of all examples, in order, that hold their labels at least; None where that takes reading."""
+        return self._source.held()
+
+    def compared(self, known: Callable[[], np.ndarray | None], refusal: Callable[[int], Exception]) -> "Data":
+        """Return the same examples, each compared when it is read with the digest it should have.
+
+        Args:
+            known: Gives the digests (N,), uint64, when they are first needed; None where there are none.
+            refusal: Makes the error for a row whose content is another.
+        """
+        source = self._source.source if isinstance(self._source, Compared) else self._source
+        return self._of(Compared(source, known, refusal), self.ids)
 
     def fingerprint(self) -> str:
         """Return a SHA-256 over the number of examples and the content of 64 of them, from the first to the last.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -51,6 +51,19 @@ class Source(Protocol):
 
     def rebatched(self, batch_size: int) -> "Source":
         """Return the same examples in batches of another size, where batches are collated here."""
+        ...
+
+    def held(self) -> Sequence[Any] | None:
+        """Return batches of all examples, in order, with their labels at least; None where that takes reading."""
+        ...
+
+
+@runtime_checkable
+class Labelled(Protocol):
+    """A dataset that knows every label without reading an example."""
+
+    def all_labels(self) -> np.ndarray | None:
+        """Return the label of every row; None where rows have none."""
         ...
 
 
@@ -135,6 +148,13 @@ class Examples:
         """Return the same dataset in batches of another size."""
         return Examples(self.dataset, self.collate, batch_size, self.workers)
 
+    def held(self) -> Sequence[Any] | None:
+        """Return the tensors of a dataset of tensors, or the labels that a dataset says it knows."""
+        if type(self.dataset) is TensorDataset and self.collate is None:
+            return [self.dataset.tensors]
+        labels = self.dataset.all_labels() if isinstance(self.dataset, Labelled) else None
+        return None if labels is None else [{"labels": torch.from_numpy(labels)}]
+
 
 def own_generator() -> torch.Generator:
     """A loader without its own generator draws its worker seed from the caller's global random state."""
@@ -210,6 +230,10 @@ class Batches:
         """Return the batches as they are."""
         return self
 
+    def held(self) -> Sequence[Any] | None:
+        """Return the batches, if they lie in a list."""
+        return self.batches if isinstance(self.batches, list | tuple) else None
+
 
 def _between(rows: Rows, start: int, stop: int) -> Rows:
     if isinstance(rows, range):
@@ -258,3 +282,47 @@ class Taken:
     def rebatched(self, batch_size: int) -> "Taken":
         """Return the same rows of the rebatched source."""
         return Taken(self.source.rebatched(batch_size), self.rows)
+
+    def held(self) -> None:
+        """Return nothing: some of the rows are not worth it."""
+
+
+class Compared:
+    """A source whose examples are compared, whenever they are read, with the digests they are known to have.
+
+    Args:
+        source: The examples.
+        known: Gives the digests (N,) when they are first needed, as uint64; None where there are none.
+        refusal: Makes the error to raise for a row that is another one.
+    """
+
+    def __init__(
+        self, source: Source, known: Callable[[], np.ndarray | None], refusal: Callable[[int], Exception]
+    ) -> None:
+        self.source, self.known, self.refusal = source, known, refusal
+        self.can_rebatch, self.is_seekable, self.is_counted = source.can_rebatch, source.is_seekable, source.is_counted
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, rows: Rows, digests: bool = False, before: int | None = None) -> Iterator[Batch]:
+        """Read the rows, and stop at the first that holds something else."""
+        known = self.known()
+        for batch in self.source.read(rows, digests or known is not None, before):
+            if known is not None and batch.digests is not None:
+                differs = batch.digests != known[batch.rows]
+                if differs.any():
+                    raise self.refusal(int(batch.rows[differs.argmax()]))
+            yield batch
+
+    def boundary(self, row: int) -> int:
+        """Return what the source does."""
+        return self.source.boundary(row)
+
+    def rebatched(self, batch_size: int) -> "Compared":
+        """Return the same comparison of the rebatched source."""
+        return Compared(self.source.rebatched(batch_size), self.known, self.refusal)
+
+    def held(self) -> Sequence[Any] | None:
+        """Return what the source does."""
+        return self.source.held()

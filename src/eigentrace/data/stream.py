@@ -165,6 +165,9 @@ class Stream:
         other.known = self.known
         return other
 
+    def held(self) -> None:
+        """Return nothing: labels take a pass over the stream."""
+
 
 def refuse_unreadable(dataset: Any) -> None:
     """Stop at what is no stream of examples, or gives them only once."""

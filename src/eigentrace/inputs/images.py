@@ -54,6 +54,10 @@ class Images:
     def __len__(self) -> int:
         return len(self.records)
 
+    def all_labels(self) -> np.ndarray:  # (N,)
+        """Return the class of every row."""
+        return self.labels
+
     def __getitem__(self, row: int) -> dict[str, Any]:
         return self.__getitems__([row])[0]
 

@@ -35,6 +35,10 @@ class Texts:
     def __len__(self) -> int:
         return len(self.records)
 
+    def all_labels(self) -> np.ndarray | None:  # (N,)
+        """Return the class of every row; None where there are none."""
+        return self.labels
+
     def __getitem__(self, row: int) -> Example:
         return self.__getitems__([row])[0]
 

@@ -29,6 +29,19 @@ def _same(held: pa.ChunkedArray, asked: pa.ChunkedArray) -> bool:
     return gone[0].equals(gone[1]) and all_but_nan(held).equals(all_but_nan(asked))
 
 
+def first_difference(held: pa.ChunkedArray, asked: pa.ChunkedArray) -> int | None:
+    """Return the first row in which two columns of the same length differ, whatever types they are stored in."""
+    held, asked = (_decoded(values) for values in (held, asked))
+    try:
+        asked = asked if asked.type == held.type else asked.cast(held.type)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+        held, asked = (values.cast(pa.large_string()) for values in (held, asked))
+    differs = pc.fill_null(pc.not_equal(held, asked), True)
+    both_null = pc.and_(pc.is_null(held), pc.is_null(asked))
+    row = pc.index(pc.and_(differs, pc.invert(both_null)), True).as_py()
+    return None if row < 0 else row
+
+
 def all_but_nan(values: pa.ChunkedArray) -> pa.ChunkedArray:
     """Put nothing where a NaN is."""
     return pc.if_else(pc.is_nan(values), None, values)
