@@ -215,7 +215,7 @@ def test_a_run_on_disk(run, tmp_path):
 
 def test_page_runs(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    lines = ["text,label,source", *(f'"text {i},\nin two lines",{i % 3},web' for i in range(40))]
+    lines = ["id,text,label,source", *(f'example-{i},"text {i},\nin two lines",{i % 3},web' for i in range(40))]
     Path("train.csv").write_text("\n".join(lines) + "\n")
     names = {"run": run, "influence": torch.randn(2, 40)}
     for name, function in (("clean", clean), ("export", export), ("find_label_issues", find_label_issues)):

@@ -210,6 +210,101 @@ def test_decisions_are_taken_as_they_are(tmp_path):
     assert (tmp_path / "new" / "c.jsonl").read_text() == '{"x": 2}\n'
 
 
+IDS = ["e", "b", "a", "d", "c"]
+CLASSES = [0, 1, 1, 0, 2]
+NAMES = ["no", "yes", "yes", "no", "maybe"]
+
+
+def decided(ids=IDS, labels=CLASSES):
+    """Decisions to drop the examples b and d."""
+    return clean(Columns(ids=ids, loss=[1.0, 5.0, 2.0, 4.0, 3.0], label=labels), drop=2, by="loss")
+
+
+def saved(folder, name, columns, delimiter=","):
+    """Write a dataset in the format that a name says."""
+    path, data = folder / name, pa.table(columns)
+    if name.endswith("parquet"):
+        pq.write_table(data, path, row_group_size=2)
+    elif name.endswith("jsonl"):
+        path.write_text("".join(json.dumps(row) + "\n" for row in data.to_pylist()))
+    elif name.endswith("sv"):
+        pa.csv.write_csv(data, path, pa.csv.WriteOptions(delimiter="\t" if name.endswith("tsv") else delimiter))
+    else:
+        pytest.importorskip("datasets").Dataset.from_dict(data.to_pydict()).save_to_disk(path)
+    return path
+
+
+def kept_of(path, column="id"):
+    if path.suffix == ".parquet":
+        return pq.read_table(path)[column].to_pylist()
+    if path.suffix == ".jsonl":
+        return [json.loads(line)[column] for line in path.read_text().splitlines()]
+    if path.is_dir():
+        return pytest.importorskip("datasets").load_from_disk(path)[column][:]
+    with path.open(newline="") as file:
+        return [row[column] for row in csv.DictReader(file, delimiter={".tsv": "\t"}.get(path.suffix, ","))]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.parquet", "a"])
+def test_rows_that_moved_are_found_by_their_ids(tmp_path, name):
+    moved = {"text": [f"x {i}" for i in "abcde"], "id": list("abcde")}
+    out = export(decided(), saved(tmp_path, name, moved), tmp_path / f"out{name[1:]}")
+    assert kept_of(out) == ["a", "c", "e"]
+    numbers = decided(ids=np.array([50, 20, 10, 40, 30]))
+    source = saved(tmp_path, f"b{name[1:]}", {"key": [10, 20, 30, 40, 50]})
+    assert list(map(int, kept_of(export(numbers, source, tmp_path / f"c{name[1:]}", id="key"), "key"))) == [10, 30, 50]
+
+
+REFUSED = {
+    "other ids": ({"id": list("ebadx")}, {}, "row 4 is 'c' in the run and 'x' in the data.*decisions.mask"),
+    "ids that come twice": ({"id": list("ebadd")}, {}, "row 4 is 'c' in the run and 'd' in the data"),
+    "no ids": ({"text": list("vwxyz")}, {}, r"has no column 'id' to find them in. Name the column with id="),
+    "a column that is not there": ({"id": IDS}, {"id": "key"}, "has no column 'key'"),
+}
+
+
+@pytest.mark.parametrize(("columns", "options", "message"), table(REFUSED))
+def test_a_dataset_with_other_ids_is_refused(tmp_path, columns, options, message):
+    source = saved(tmp_path, "a.csv", columns)
+    with pytest.raises((MismatchError, InputError), match=message):
+        export(decided(), source, tmp_path / "out.csv", **options)
+    assert not (tmp_path / "out.csv").exists()
+    name = next(iter(columns))
+    kept = kept_of(export(decided().mask, source, tmp_path / "out.csv"), name)
+    assert kept == [columns[name][row] for row in (0, 2, 4)]
+
+
+def test_without_ids_rows_of_one_label_have_one_class(tmp_path):
+    nameless = decided(ids=None)
+    columns = {"label": NAMES, "text": list("vwxyz")}
+    same = saved(tmp_path, "a.csv", columns, delimiter=";")
+    assert len(export(nameless, same, tmp_path / "kept.csv").read_text().splitlines()) == 4
+    moved = saved(tmp_path, "b.csv", {name: values[::-1] for name, values in columns.items()})
+    with pytest.raises(
+        MismatchError, match="its rows 2 and 3 have the same label 'yes', and were scored as classes 1 and 0"
+    ):
+        export(nameless, moved, tmp_path / "other.csv")
+    renamed = saved(tmp_path, "c.jsonl", {"verdict": NAMES[::-1]})
+    export(nameless, renamed, tmp_path / "unknown.jsonl")  # nothing to compare with
+    with pytest.raises(MismatchError, match="have the same label"):
+        export(nameless, renamed, tmp_path / "other.jsonl", label="verdict")
+    with pytest.raises(InputError, match="no labels to compare with in column 'none'"):
+        export(nameless, renamed, tmp_path / "other.jsonl", label="none")
+    with pytest.raises(InputError, match="no ids to compare with column 'verdict'"):
+        export(nameless, renamed, tmp_path / "other.jsonl", id="verdict")
+    with pytest.raises(InputError, match="Booleans have no ids or labels"):
+        export(nameless.mask, renamed, tmp_path / "other.jsonl", id="verdict")
+
+
+def test_a_row_to_be_relabelled_may_have_its_new_label(tmp_path):
+    columns = Columns(loss=[1.0, 5.0, 2.0, 4.0], label=[0, 1, 0, 1], prediction=[0, 1, 1, 1])
+    repaired = saved(tmp_path, "a.csv", {"label": ["no", "yes", "yes", "yes"]})
+    with pytest.raises(MismatchError, match="rows 1 and 2 have the same label"):
+        export(clean(columns, drop=1, by="loss"), repaired, tmp_path / "out.csv")
+    export(clean(columns, drop=1, by="loss").relabel([2]), repaired, tmp_path / "out.csv")
+    assert kept_of(tmp_path / "out.csv", "label") == ["no", "yes", "yes"]
+
+
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet", "a"])
 def test_another_number_of_rows_is_refused(tmp_path, name):
     source = tmp_path / name

@@ -12,9 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eigentrace.decisions import Decisions
 from eigentrace.errors import DataError, InputError, MismatchError, UnsupportedError
 from eigentrace.files import appearing
 from eigentrace.inputs.files import FORMATS, Files, find_files
+from eigentrace.inputs.matching import matched
 from eigentrace.inputs.quoting import UTF8_MARK, has_quoting
 
 _DELIMITERS = (b",", b";", b"\t", b"|")
@@ -43,6 +45,8 @@ def export(
     delimiter: str | None = None,
     header: bool = True,
     split: str | None = None,
+    id: str | None = None,
+    label: str | None = None,
 ) -> Path:
     """Write the rows of a dataset that were not dropped, in their order and in the format they came in.
 
@@ -50,6 +54,9 @@ def export(
     empty lines are no rows, and stay. A TSV file whose quotes are text has a row on every line. Parquet files keep
     their schema, metadata and compression. Little more than a line or a row group is in memory at a time. The result
     appears whole or not at all, and what exists is never overwritten.
+
+    Decisions with ids go by them: the dataset must have the same, in any order. Without ids, rows of one label in the
+    dataset must have one class in the decisions. Booleans go by the order of the rows alone.
 
     Args:
         decisions: What `eigentrace.clean` gave, or one boolean per row, True for those to leave out.
@@ -59,6 +66,8 @@ def export(
         delimiter: What separates the fields of a CSV; the commonest of , ; | and tab in its first line if not given.
         header: Whether the first record of a CSV or TSV names its columns.
         split: Which part of a folder that holds several; only this part is written.
+        id: The dataset's column of ids; "id" if not given.
+        label: Its column of labels, which are compared where there are no ids; "label", if there is one, if not given.
 
     Returns:
         Where the rows were written.
@@ -70,21 +79,32 @@ def export(
         raise InputError(
             f"The rows are written in the format they came in, {files.format}, and {out.name} names another one."
         )
+    if isinstance(decisions, Decisions):
+        mark = _mark(files.paths[0], delimiter).decode() if files.format == "csv" else None
+        has_names = header or files.format not in ("csv", "tsv")
+        flags = _Flags(matched(decisions, files, id, label, mark, has_names), source)
+    elif id is not None or label is not None:
+        raise InputError("Booleans have no ids or labels to compare with: give decisions, or leave id and label away.")
     with appearing(out) as partial:
         for path, target in zip(files.paths, [partial] if is_file else _targets(files, partial), strict=True):
             target.parent.mkdir(parents=True, exist_ok=True)
-            if files.format == "parquet":
-                _write_parquet(path, target, flags)
-            elif files.format == "arrow":
-                _write_arrow(path, target, flags)
-            elif files.format == "jsonl":
-                _write_lines(path, target, flags, None, header=False)
-            else:
-                _write_lines(path, target, flags, _reader(path, files.format, delimiter, header), header=header)
+            _write(files.format, path, target, flags, delimiter, header)
         flags.check_used_up()
         if files.format == "arrow":
             _write_state(files, partial, flags)
     return out
+
+
+def _write(kind: str, source: Path, out: Path, flags: "_Flags", delimiter: str | None, header: bool) -> None:
+    """Write the kept rows of one file."""
+    if kind == "parquet":
+        _write_parquet(source, out, flags)
+    elif kind == "arrow":
+        _write_arrow(source, out, flags)
+    elif kind == "jsonl":
+        _write_lines(source, out, flags, None, header=False)
+    else:
+        _write_lines(source, out, flags, _reader(source, kind, delimiter, header), header=header)
 
 
 class _Flags:
@@ -128,17 +148,9 @@ def _targets(files: Files, out: Path) -> list[Path]:
 
 def _reader(source: Path, form: str, delimiter: str | None, header: bool) -> IsOpen:
     """Return what tells whether a quoted field is still open after a line, given whether one was open before."""
-    with source.open("rb") as file:
-        first = file.readline()
-    if first.startswith(_UTF16_MARKS):
-        raise UnsupportedError(f"{source} is UTF-16, whose lines cannot be copied as bytes. Convert it to UTF-8 first.")
-    if delimiter is not None and len(delimiter.encode()) != 1:
-        raise InputError(f"delimiter must be one ASCII character, got {delimiter!r}.")
-    if form == "tsv":
-        delimiter = "\t"
-        if not has_quoting(source, header=header):
-            return lambda line, inside: False
-    mark = re.escape(_commonest(first) if delimiter is None else delimiter.encode())
+    mark = re.escape(_mark(source, "\t" if form == "tsv" else delimiter))
+    if form == "tsv" and not has_quoting(source, header=header):
+        return lambda line, inside: False
     # A field is quoted if it begins with a quote; quotes further on in it are characters like any other.
     field = rb'(?:"(?:[^"]++|"")*+"[^' + mark + rb']*+|(?!")[^' + mark + rb"]*+)"
     closed = re.compile(field + rb"(?:" + mark + field + rb")*+")
@@ -149,6 +161,17 @@ def _reader(source: Path, form: str, delimiter: str | None, header: bool) -> IsO
         return closed.fullmatch(b'"' + line if inside else line.removeprefix(UTF8_MARK)) is None
 
     return is_open
+
+
+def _mark(source: Path, delimiter: str | None) -> bytes:
+    """Return what separates the fields of a file."""
+    with source.open("rb") as file:
+        first = file.readline()
+    if first.startswith(_UTF16_MARKS):
+        raise UnsupportedError(f"{source} is UTF-16, whose lines cannot be copied as bytes. Convert it to UTF-8 first.")
+    if delimiter is not None and len(delimiter.encode()) != 1:
+        raise InputError(f"delimiter must be one ASCII character, got {delimiter!r}.")
+    return _commonest(first) if delimiter is None else delimiter.encode()
 
 
 def _commonest(line: bytes) -> bytes:

@@ -19,14 +19,14 @@ from eigentrace.cleaning import clean as decide
 from eigentrace.cli import request
 from eigentrace.cli.showing import class_names, counted, show_explanation, show_fit, show_run
 from eigentrace.compute import Compute
-from eigentrace.decisions import check_decisions_file
+from eigentrace.decisions import Decisions, check_decisions_file
 from eigentrace.ensemble import load
 from eigentrace.errors import InputError
 from eigentrace.explain import Explanation
 from eigentrace.exporting import export
 from eigentrace.files import replacing, sweep
 from eigentrace.health import check as look
-from eigentrace.inputs import Inputs
+from eigentrace.inputs import Inputs, check_source
 from eigentrace.lock import locked
 from eigentrace.methods import Arnoldi
 from eigentrace.run import Run, open_run
@@ -42,6 +42,8 @@ def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], as_js
     method = Arnoldi(**how["fit"])
     # Nothing is written before the model and the data are there: wrong words leave no run behind.
     inputs = None if folder.fit.exists() else request.made(how, path)
+    if inputs is not None:
+        how = request.bound(how, inputs, path, begun=request.has_begun(path))
     with locked(folder.path):
         request.remember(path, how)
         sweep(folder.path)
@@ -67,6 +69,7 @@ def score(path: Path, given: Mapping[str, Any], device: str | None, as_json: boo
     limits = {name: asked.pop(name) for name in ("shard_rows", "shard_seconds", "features") if name in asked}
     compute = Compute(**asked)
     inputs = request.made(how, path, device)
+    how = request.bound(how, inputs, path) if "data" in how else how
     fitted = load(folder.fit, inputs.task)
     known = how | {"classes": _classes(inputs)}
     run = score_run(fitted, inputs.data, path, columns=_columns(inputs), compute=compute, how=known, **limits)
@@ -126,7 +129,7 @@ def clean(
     source = _source(run) if out is not None else None
     told = {name: _amount(value) for name, value in amounts.items() if value is not None}
     found = decide(run, by=by, per_class=per_class, **told)
-    written = None if out is None or source is None else export(found, source, out, split=_input_of(run).get("split"))
+    written = None if out is None or source is None else _written(run, found, source, out)
     if decisions is not None:
         found.write(decisions)
     result = {
@@ -155,6 +158,8 @@ def check(path: Path, repair: bool, as_json: bool) -> None:
         how = request.stored(path)
         pinned = {name: folder.manifest["compute"][name] for name in ("engine", "precision", "compile")}
         inputs = request.made(how, path)
+        if "data" in how:
+            request.bound(how, inputs, path)
         if health.num_missing:
             _note(f"Scoring {counted(health.num_missing, 'row')} again.")
         score_run(
@@ -257,6 +262,15 @@ def _source(run: Run) -> Path:
             "and use the decisions (--decisions), or eigentrace.export(decisions, source, out) in Python."
         )
     return Path(dataset)
+
+
+def _written(run: Run, decisions: Decisions, source: Path, out: Path) -> Path:
+    """Write the rows that stay, if the dataset is still the one that was scored."""
+    _check_new(out)
+    check_source(run.manifest["how"], run.path)
+    asked = _input_of(run)
+    by_id = {"id": asked["id"]} if asked.get("id") else {}
+    return export(decisions if by_id else decisions.mask, source, out, split=asked.get("split"), **by_id)
 
 
 def _check_new(path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a run was asked for: stored with it when it begins, and read again by every later command."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from eigentrace.errors import InputError, MismatchError
 from eigentrace.files import replacing
 from eigentrace.inputs import Inputs, from_config, make_inputs
 from eigentrace.store import Folder
+from eigentrace.unchanged import difference, labels_at_hand
 
 REQUEST = "request.json"
 _NEEDED = {"model": "--model", "dataset": "--data", "task": "--task"}
@@ -42,7 +44,8 @@ def settled(path: Path, config: Path | None, given: dict[str, dict[str, Any]]) -
             f"{path} was begun with other settings: {differing}. Go on with `eigentrace fit {path}` "
             "alone, or choose another directory; nothing was changed."
         )
-    return how | {"score": held["score"] | how["score"]}
+    known = {name: held[name] for name in ("data",) if name in held}
+    return how | {"score": held["score"] | how["score"]} | known
 
 
 def stored(path: Path) -> How:
@@ -84,6 +87,35 @@ def made(how: Mapping[str, Any], home: Path, device: str | None = None) -> Input
     if wanted.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"The device {wanted} was asked for, and torch finds no GPU here. Use --device cpu.")
     return make_inputs({"input": asked}, home)
+
+
+def has_begun(path: Path) -> bool:
+    """Tell whether something of a fit is there that other data would not go with."""
+    folder = Folder(path)
+    return folder.fit.exists() or (folder.krylov / "manifest.json").exists()
+
+
+def bound(how: How, inputs: Inputs, path: Path, begun: bool = True) -> How:
+    """Add what the data holds to a request; stop if a fit has begun with data that held something else."""
+    labels = labels_at_hand(inputs.data, inputs.task)
+    now: dict[str, Any] = {"rows": len(inputs.data), "fingerprint": inputs.data.fingerprint()}
+    now |= {} if labels is None else {"labels": hashlib.sha256(labels.tobytes()).hexdigest()}
+    now |= {} if inputs.content is None else inputs.content()
+    held = how.get("data", now) if begun else now
+    if held.get("rows") != now["rows"]:
+        found = f"it has {now['rows']:,} examples, and had {held.get('rows', 0):,}"
+    elif held.get("content") != now.get("content") and held.get("unordered") == now.get("unordered"):
+        found = "its examples are in another order"
+    elif any(held.get(key) != now.get(key) for key in ("content", "labels", "fingerprint")):
+        folder = Folder(path)
+        where = difference(folder, inputs.data, inputs.task) if folder.exists else None
+        found = f"its examples or their labels are others{f' ({where})' if where else ''}"
+    else:
+        return how | {"data": held}
+    raise MismatchError(
+        f"The data of {path} is not what its fit began with: {found}. Bring back that data, or fit what it is now in "
+        "another directory; nothing was changed."
+    )
 
 
 def new_examples(how: Mapping[str, Any], home: Path, queries: Path) -> Data:

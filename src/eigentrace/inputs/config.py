@@ -4,14 +4,17 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eigentrace.errors import InputError
-from eigentrace.inputs.folder import from_folder, show_folder
+from eigentrace.inputs.folder import Check, from_folder, show_folder
 from eigentrace.inputs.function import from_function
+from eigentrace.inputs.identity import check_unchanged
 from eigentrace.inputs.made import Inputs
 from eigentrace.shown import Show, Tensors
+from eigentrace.store import Folder
 
 _FOLDER = (
     "model", "dataset", "task", "text", "text_pair", "target", "label", "image", "id", "tokenizer", "max_length",
@@ -88,7 +91,8 @@ def show_of(
     """Find out what the examples of a run look like; None where nobody can tell.
 
     The examples of folders are shown without loading the model. A function is called, unless what it returned is given;
-    where it does not say what its examples look like, tensors that look like images are taken for images.
+    where it does not say what its examples look like, tensors that look like images are taken for images. A dataset
+    that is not what the run scored is refused, as far as its ids, its labels and 64 of its rows tell.
 
     Args:
         how: What the run was made from, as `from_config` returned it or its manifest holds it.
@@ -100,9 +104,23 @@ def show_of(
             return None
         asked = _settled(how, home)
         if "function" not in asked:
-            return show_folder(**asked)
+            return show_folder(**asked, check=_check_of(how, home))
         inputs = make_inputs(how, home)
     return Tensors.found_in(inputs.data) if inputs.show is None else inputs.show
+
+
+def check_source(how: Mapping[str, Mapping[str, Any]], home: Path | str) -> None:
+    """Stop if the dataset of a run, read from its first row to its last, is not the one that was scored."""
+    asked = _settled(how, home)
+    if "function" not in asked:
+        show_folder(**asked, check=_check_of(how, home, whole=True))
+
+
+def _check_of(how: Mapping[str, Any], home: Path | str | None, whole: bool = False) -> Check | None:
+    """Return what compares a dataset with what the run at `home` has scored of it."""
+    if home is None or not Folder(home).exists:
+        return None
+    return partial(check_unchanged, folder=Folder(home), how=how, whole=whole)
 
 
 def _settled(how: Mapping[str, Mapping[str, Any]], home: Path | str | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A task and its data from a Hugging Face model folder and a file of examples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from eigentrace.inputs.hugging import (
     stored_class_names,
     takes_token_types,
 )
+from eigentrace.inputs.identity import content_columns, content_of
 from eigentrace.inputs.images import Images, Pictures, check_images, preparation
 from eigentrace.inputs.made import Inputs
 from eigentrace.inputs.records import Records, open_records
@@ -33,6 +35,8 @@ from eigentrace.settings import check_counts
 from eigentrace.shown import Images as ShownImages
 from eigentrace.shown import Pairs, Show
 from eigentrace.shown import Texts as ShownTexts
+
+Check = Callable[[Records, Mapping[str, str], str | None], None]
 
 _ROLES = {
     "text-classification": ("text", "text_pair", "label"),
@@ -106,7 +110,8 @@ def from_folder(
     network.to(_place(device))
     data = Data(examples, examples.collate, batch_size, ids, workers)
     show, read = _show(records, roles, files.folder, folder), NewExamples(examples, roles, network.config)
-    return Inputs(_READY[task](network, params, l2), data, metadata, files.source, show, read)
+    content = partial(content_of, records, content_columns(roles, id))
+    return Inputs(_READY[task](network, params, l2), data, metadata, files.source, show, read, content)
 
 
 def show_folder(
@@ -119,13 +124,21 @@ def show_folder(
     target: str = "target",
     label: str = "label",
     image: str = "image",
+    id: str | None = None,
     split: str | None = None,
+    check: Check | None = None,
     **others: Any,
 ) -> Show:
-    """Show the examples of a dataset without loading the model; takes what `from_folder` does."""
+    """Show the examples of a dataset without loading the model; takes what `from_folder` does.
+
+    `check` is called with the dataset's records, the roles of its columns and the column of ids, before anything else.
+    """
     roles = _roles(task, text=text, text_pair=text_pair, target=target, label=label, image=image)
     files = find_files(dataset, split)
-    return _show(_opened(files, roles, others.get("id")), roles, files.folder, Path(model))
+    records = _opened(files, roles, id)
+    if check is not None:
+        check(records, roles, id)
+    return _show(records, roles, files.folder, Path(model))
 
 
 def _show(records: Records, roles: Mapping[str, str], home: Path, folder: Path) -> Show:

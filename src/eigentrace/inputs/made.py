@@ -32,6 +32,9 @@ class Inputs:
     read: Callable[[Sequence[Example]], Data] | None = None
     """Prepares new examples as those of the data were prepared, for questions about them; None where nobody can."""
 
+    content: Callable[[], dict[str, Any]] | None = None
+    """Reads the whole dataset for a few numbers that tell it from any other; None where nobody can."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.task, Task) or not isinstance(self.data, Data):
             raise InputError(

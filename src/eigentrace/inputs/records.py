@@ -155,6 +155,12 @@ class Records:
         """Read some columns whole."""
         return pa.concat_tables(self._pieces.get(number, tuple(names)) for number in range(len(self._pieces.sizes)))
 
+    def pieces(self, names: Sequence[str], rows_at_once: int) -> Iterator[pa.Table]:
+        """Yield some columns in order, so many rows at a time at most."""
+        for number in range(len(self._pieces.sizes)):
+            table = self._pieces.get(number, tuple(names))
+            yield from (table.slice(start, rows_at_once) for start in range(0, len(table), rows_at_once))
+
     def refuse_nulls(self, *columns: str) -> None:
         """Stop at the first row without a value; parts of Parquet files that count no nulls are not read for it."""
         for column in columns:

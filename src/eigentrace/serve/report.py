@@ -46,7 +46,8 @@ def write_report(run: "str | Path | Run", out: str | Path, show: "Show | None" =
     """Write the page on a run as a new HTML file that needs no server and asks nobody for anything.
 
     It holds the overview, the rows of highest self-influence with their strongest proponents and opponents, and a
-    sample of the others. Rows that would make the file larger than about 5 MB are left out.
+    sample of the others. Rows that would make the file larger than about 5 MB are left out. A dataset that is no longer
+    what the run scored is refused.
 
     Args:
         run: A run's directory, or a run that is open.
@@ -55,9 +56,11 @@ def write_report(run: "str | Path | Run", out: str | Path, show: "Show | None" =
         rows: How many rows of highest self-influence to hold and explain.
     """
     check_counts(1, rows=rows)
-    out = Path(out)
+    out, subject = Path(out), Subject(run, show)
     with appearing(out) as partial:
-        page = _page(_embedded(Answers(Subject(run, show)), rows))
+        if subject.show is None and subject.changed is not None:
+            raise subject.changed
+        page = _page(_embedded(Answers(subject), rows))
         partial.write_text(page, encoding="utf-8", newline="\n")
     return out
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eigentrace.errors import EigentraceError, InputError, UnsupportedError
+from eigentrace.errors import EigentraceError, InputError, MismatchError, UnsupportedError
 from eigentrace.serve.columns import Columns
 
 if TYPE_CHECKING:  # these load torch, which takes seconds: a page should be there before
@@ -47,6 +47,8 @@ class Subject:
         self._show, self._inputs = show, inputs
         self._is_shown = show is not None
         self.with_model, self.trouble = with_model, ""
+        # Why they are not shown, where they are no longer what was scored.
+        self.changed: MismatchError | None = None
         self.columns = Columns(self.path, int(self.manifest["data"]["rows"]))
 
     @cached_property
@@ -92,6 +94,7 @@ class Subject:
                     self._show = self._found()
                 except (EigentraceError, OSError) as error:
                     self.trouble = f"The examples cannot be shown: {error}"
+                    self.changed = error if isinstance(error, MismatchError) else None
             return self._show
 
     def _found(self) -> "Show | None":
@@ -99,9 +102,10 @@ class Subject:
             return None
         from eigentrace.inputs import show_of
 
-        if "function" in self.request["input"]:
-            return show_of(self.request, self.path, self.inputs)
-        return show_of(self.request, self.path, self._inputs)
+        inputs = self.inputs if "function" in self.request["input"] else self._inputs
+        if inputs is not None and inputs.data.is_seekable:  # else it takes a pass to compare them
+            self.run.check_data(inputs.data, inputs.task)
+        return show_of(self.request, self.path, inputs)
 
     @property
     def kind(self) -> str:
