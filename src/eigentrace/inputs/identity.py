@@ -18,8 +18,8 @@ from eigentrace.unchanged import id_difference, label_difference, stored_ids
 
 # Where reading all rows would take too long: stretches of them, which lie in few row groups, and rows of each.
 _STRETCHES, _LONG = 4, 16
-# Rows that become Python objects at a time.
-_ROWS_AT_ONCE = 1 << 16
+# Rows that become Python objects at a time: they may be images.
+_ROWS_AT_ONCE = 1 << 10
 
 
 def content_of(records: Records, columns: Sequence[str]) -> dict[str, Any]:
