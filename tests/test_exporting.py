@@ -255,6 +255,12 @@ def test_rows_that_moved_are_found_by_their_ids(tmp_path, name):
     assert list(map(int, kept_of(export(numbers, source, tmp_path / f"c{name[1:]}", id="key"), "key"))) == [10, 30, 50]
 
 
+def test_ids_are_read_beside_lone_quotes_of_a_tsv(tmp_path):
+    (tmp_path / "a.tsv").write_text('id\ttext\na\t"x\nb\ty\nc\t"z\nd\tw\ne\tv\n')
+    kept = export(decided(), tmp_path / "a.tsv", tmp_path / "out.tsv").read_text()
+    assert kept == 'id\ttext\na\t"x\nc\t"z\ne\tv\n'
+
+
 REFUSED = {
     "other ids": ({"id": list("ebadx")}, {}, "row 4 is 'c' in the run and 'x' in the data.*decisions.mask"),
     "ids that come twice": ({"id": list("ebadd")}, {}, "row 4 is 'c' in the run and 'd' in the data"),
