@@ -216,7 +216,8 @@ class Run:
         if found is not None or data.fingerprint() != self.manifest["data"]["fingerprint"]:
             where = "" if found is None else f" ({found})"
             raise MismatchError(
-                f"The data is not what the run at {self.path} scored: its examples differ{where}. Give that."
+                f"The data is not what the run at {self.path} scored: its examples differ{where}. Give the data as it "
+                "was scored, or score what it is now into another directory."
             )
 
     def _check_complete(self) -> None:
