@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench import curvature, projection
+from bench import explain as explaining
 from bench import search as searching
 from bench import store as storing
 from bench.command import main
@@ -161,6 +162,22 @@ def test_search_runs_and_the_ways_agree(tmp_path):
     assert "70,000 × 8" in page
     assert searching.main([*options, "--render"]) == 0
     assert (tmp_path / "search_small.md").read_text() == page
+
+
+def test_explanations_are_compared_with_every_score(tmp_path):
+    options = ["--small", "--out", str(tmp_path)]
+    assert explaining.main([*options, "--queries", "3"]) == 0
+    (problems,) = json.loads((tmp_path / "explain_small.json").read_text()).values()
+    cells = problems["400"]["cells"]
+    assert len(cells) == len(explaining.NORMALIZED) * len(explaining.WAYS)
+    for word in explaining.NORMALIZED:
+        everybody, kept = (cells[f"5/{word}/{way}"] for way in ("shortlist of 2,000", "kept directions only"))
+        assert (everybody["how"], everybody["proponents"], everybody["opponents"]) == ("exact", 1, 1)
+        assert kept["proponents"] < 1
+    page = (tmp_path / "explain_small.md").read_text()
+    assert "400 digits, 3 questions" in page
+    assert explaining.main([*options, "--render"]) == 0
+    assert (tmp_path / "explain_small.md").read_text() == page
 
 
 def test_store_runs_every_step(tmp_path):

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pyarrow.csv
+
 from eigentrace.errors import DataError
 
 UTF8_MARK = b"\xef\xbb\xbf"
@@ -10,6 +12,20 @@ _FIELD = rb'(?:"(?:[^"]++|"")*+"|[^"\t]*+)'
 _CLOSED = re.compile(_FIELD + rb"(?:\t" + _FIELD + rb")*+")
 _OPEN = re.compile(rb"(?:" + _FIELD + rb'\t)*+"(?:[^"]++|"")*+')
 _QUOTED = re.compile(rb'"((?:[^"]++|"")*+)"?')
+
+
+def parsing(path: Path, kind: str, delimiter: str = ",") -> pyarrow.csv.ParseOptions:
+    """Return how a file is cut into fields.
+
+    Args:
+        path: The file.
+        kind: "csv" or "tsv".
+        delimiter: What separates the fields of a CSV.
+    """
+    quoted = kind == "csv" or has_quoting(path)
+    return pyarrow.csv.ParseOptions(
+        delimiter="\t" if kind == "tsv" else delimiter, quote_char='"' if quoted else False, newlines_in_values=quoted
+    )
 
 
 def has_quoting(path: Path, *, header: bool = True) -> bool:

@@ -13,11 +13,9 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from eigentrace.errors import DataError, InputError
-from eigentrace.inputs.files import Files
-from eigentrace.inputs.quoting import has_quoting
+from eigentrace.inputs.files import JSON_BLOCK, Files
+from eigentrace.inputs.quoting import parsing
 
-# A line of JSON longer than a block is an error in pyarrow; its own default is 1 MiB.
-_JSON_BLOCK = 64 * 2**20
 # Row groups held at a time: a pass in order needs one, a batch that lies across two needs both.
 _HELD_GROUPS = 3
 
@@ -223,18 +221,12 @@ def _read(path: Path, kind: str, as_text: Sequence[str]) -> pa.Table:
         return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
     if kind == "jsonl":
         return _read_json(path, as_text)
-    quoted = kind == "csv" or has_quoting(path)
-    return pa.csv.read_csv(
-        path,
-        parse_options=pa.csv.ParseOptions(
-            delimiter="\t" if kind == "tsv" else ",", quote_char='"' if quoted else False, newlines_in_values=quoted
-        ),
-        convert_options=pa.csv.ConvertOptions(column_types=dict.fromkeys(as_text, pa.string())),
-    )
+    convert = pa.csv.ConvertOptions(column_types=dict.fromkeys(as_text, pa.string()))
+    return pa.csv.read_csv(path, parse_options=parsing(path, kind), convert_options=convert)
 
 
 def _read_json(path: Path, as_text: Sequence[str]) -> pa.Table:
-    options = pa.json.ReadOptions(block_size=_JSON_BLOCK)
+    options = pa.json.ReadOptions(block_size=JSON_BLOCK)
     table = pa.json.read_json(path, read_options=options)
     # Texts that look like dates are taken for dates, unless they are known to be text.
     dates = [name for name in as_text if name in table.column_names and pa.types.is_temporal(table[name].type)]

@@ -8,10 +8,9 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from eigentrace.errors import DataError
-from eigentrace.inputs.files import FORMATS, Files
-from eigentrace.inputs.quoting import has_quoting
+from eigentrace.inputs.files import JSON_BLOCK, Files
+from eigentrace.inputs.quoting import parsing
 
-_JSON_BLOCK = 64 * 2**20
 # What a value of a JSON line may be, tried in this order.
 _KINDS = (pa.string(), pa.int64(), pa.float64(), pa.bool_())
 
@@ -43,16 +42,13 @@ def _column(path: Path, kind: str, name: str, delimiter: str | None) -> pa.Chunk
             if name not in stream.schema.names:
                 return None
             return pa.chunked_array([batch.column(name) for batch in stream], stream.schema.field(name).type)
-    return _of_json(path, name) if kind == "jsonl" else _of_csv(path, name, "\t" if kind == "tsv" else delimiter or ",")
+    return _of_json(path, name) if kind == "jsonl" else _of_csv(path, kind, name, delimiter or ",")
 
 
-def _of_csv(path: Path, name: str, delimiter: str) -> pa.ChunkedArray | None:
-    quoted = FORMATS[path.suffix.lower()] == "csv" or has_quoting(path)
-    quote = '"' if quoted else False
-    parse = pa.csv.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=quoted)
+def _of_csv(path: Path, kind: str, name: str, delimiter: str) -> pa.ChunkedArray | None:
     convert = pa.csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()}, strings_can_be_null=False)
     try:
-        return pa.csv.read_csv(path, parse_options=parse, convert_options=convert).column(0)
+        return pa.csv.read_csv(path, parse_options=parsing(path, kind, delimiter), convert_options=convert).column(0)
     except pa.ArrowKeyError:
         return None
 
@@ -61,7 +57,7 @@ def _of_json(path: Path, name: str) -> pa.ChunkedArray | None:
     for kind in _KINDS:
         parse = pa.json.ParseOptions(explicit_schema=pa.schema([(name, kind)]), unexpected_field_behavior="ignore")
         try:
-            found = pa.json.read_json(path, pa.json.ReadOptions(block_size=_JSON_BLOCK), parse).column(0)
+            found = pa.json.read_json(path, pa.json.ReadOptions(block_size=JSON_BLOCK), parse).column(0)
         except pa.ArrowInvalid:
             continue
         return None if found.null_count == len(found) else found

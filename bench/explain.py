@@ -1,0 +1,142 @@
+"""Whom explanations name: the share of the truly strongest among them, by stored features and by shortlists.
+
+python -m bench.explain            # 6,000 digits, minutes on a CPU
+python -m bench.explain --small    # 400 digits, to see that all runs
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+import eigentrace as et
+from bench.command import say, start
+from bench.measure import Cell, Run, attempt, with_seconds
+from bench.peers.networks import Recipe, logits_of, mlp, seeded, train
+from bench.record import Notes, Record, Recorder, merged, read, shown, stem, table, write, write_page
+from bench.search import same_rows
+from eigentrace.demo.digits import load_digits
+
+KEEPS = (5, 10, 50)
+NORMALIZED = {"none": None, "gradient": "gradient", "metric": "metric"}
+WAYS: dict[str, dict[str, Any]] = {
+    "kept directions only": {"rescore": False},
+    "shortlist of 200": {"shortlist": 200},
+    "shortlist of 2,000": {"shortlist": 2000},
+}
+_TOP = 10
+_RECIPE = Recipe(epochs=10, batch=64, lr=0.05)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what the command line asks for; return how many numbers failed."""
+    settings = _parser().parse_args(argv)
+    path = settings.out / f"{stem('explain', small=settings.small)}.json"
+    failures = 0
+    for other in settings.merge or ():
+        write(path, merged(read(path), read(other)))
+    if not (settings.merge or settings.render):
+        failures = _measure(start("explain", settings, argv), path, settings)
+    render(settings.out, settings.small)
+    return failures
+
+
+def _measure(run: Run, path: Path, settings: argparse.Namespace) -> int:
+    digits = load_digits()
+    count = 400 if run.small else len(digits.train_images)
+    images, labels = digits.train_images[:count], digits.train_labels[:count]
+    model = seeded(mlp, 0).to(run.device)
+    train(model, images.to(run.device), labels.to(run.device), _RECIPE, seed=0)
+    predicted = logits_of(model, digits.test_images.to(run.device)).argmax(dim=1).cpu()
+    wrong = (predicted != digits.test_labels).nonzero().flatten()[: settings.queries]
+    queries = digits.test_images[wrong], digits.test_labels[wrong]
+    data, failures = et.Data(TensorDataset(images, labels), batch_size=500), 0
+    facts = {"title": f"{count:,} digits", "settings": {"queries": len(wrong), "top": _TOP}}
+    recorder = Recorder(run, path, str(count), facts)
+    for keep in KEEPS[:1] if run.small else KEEPS:
+        fitted = et.Arnoldi(steps=max(4 * keep, 40), keep=keep, sample=min(2048, count)).fit(
+            et.classification(model), data
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            for name, cell in _cells(et.score(fitted, data, folder + "/run"), fitted, data, queries, run):
+                recorder.add(f"{keep}/{name}", cell)
+                say(f"K = {keep:<3} {name:32} {cell.get('failed') or _line(cell)}")
+                failures += "failed" in cell
+    return failures
+
+
+def _cells(
+    scored: et.Run, fitted: Any, data: et.Data, queries: tuple[Tensor, Tensor], run: Run
+) -> Iterator[tuple[str, Cell]]:
+    """Compare what each way names with the extremes of every score of the fit."""
+    for word, normalize in NORMALIZED.items():
+        exact = fitted.influence(data, queries, normalize=normalize)  # (Q, N)
+        truth = [(sign * exact).topk(_TOP, dim=1).indices.cpu() for sign in (1, -1)]
+        for way, options in WAYS.items():
+            yield (
+                f"{word}/{way}",
+                attempt(partial(_named, scored, queries, options, normalize, truth, run)),
+            )
+
+
+def _named(
+    scored: et.Run, queries: tuple[Tensor, Tensor], options: Any, normalize: Any, truth: list[Tensor], run: Run
+) -> Cell:
+    first = tuple(part[:1] for part in queries)
+    one = with_seconds(lambda: scored.explain(first, _TOP, normalize=normalize, **options), run.device)[1]
+    found, all_of_them = with_seconds(lambda: scored.explain(queries, _TOP, normalize=normalize, **options), run.device)
+    sides = (torch.from_numpy(side.rows) for side in (found.proponents, found.opponents))
+    shares = [same_rows(rows, expected) for rows, expected in zip(sides, truth, strict=True)]
+    return {"proponents": shares[0], "opponents": shares[1], "how": found.how, "one": one, "all": all_of_them}
+
+
+def _line(cell: Cell) -> str:
+    return f"{cell['how']}: {cell['proponents']:.2f} of the proponents, {cell['opponents']:.2f} of the opponents"
+
+
+def render(out: Path, small: bool) -> None:
+    """Write the tables from the JSON."""
+    about = (
+        f"Which share of the {_TOP} strongest proponents and opponents, by all scores of the fit, an explanation names. "
+        "Questions are test digits that a 784-128-64-10 network gets wrong. Seconds are of one question and of all."
+    )
+    write_page(out, "explain", "Whom explanations name", about, _machine, small=small)
+
+
+def _machine(problems: dict[str, Record]) -> list[str]:
+    notes, lines = Notes(), []
+    keys = (("how", ""), ("proponents", ".2f"), ("opponents", ".2f"), ("one", ".2f"), ("all", ".2f"))
+    for record in problems.values():
+        rows = [
+            [way, f"{keep}", word, *(shown(record["cells"][f"{keep}/{word}/{way}"], *key, notes) for key in keys)]
+            for keep in KEEPS
+            for word in NORMALIZED
+            for way in WAYS
+            if f"{keep}/{word}/{way}" in record["cells"]
+        ]
+        headings = ["way", "K", "normalize", "how", "proponents", "opponents", "one, s", "all, s"]
+        lines += ["", f"### {record['title']}, {record['settings']['queries']} questions", "", *table(headings, rows)]
+    return [*lines, *(["", *notes.lines()] if notes.texts else [])]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.explain", description="Whom explanations name.")
+    parser.add_argument("--queries", type=int, default=25, help="wrongly classified digits to ask about")
+    parser.add_argument("--small", action="store_true", help="400 digits, to see that all runs")
+    parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
+    parser.add_argument("--render", action="store_true", help="measure nothing, only write the tables again")
+    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+    parser.set_defaults(seconds=0.0, profile=False)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
