@@ -104,7 +104,7 @@ def _line(cell: Cell) -> str:
 def render(out: Path, small: bool) -> None:
     """Write the tables from the JSON."""
     about = (
-        f"Which share of the {_TOP} strongest proponents and opponents, by all scores of the fit, an explanation names. "
+        f"Which share of the {_TOP} strongest proponents and opponents, by all scores of a fit, an explanation names. "
         "Questions are test digits that a 784-128-64-10 network gets wrong. Seconds are of one question and of all."
     )
     write_page(out, "explain", "Whom explanations name", about, _machine, small=small)
