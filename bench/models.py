@@ -26,9 +26,9 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend; a mask (B, T) says which positions are there."""
+        """Attend; a mask (B, T) says which positions are there, one (B, T, T) which others each of them sees."""
         query, key, value = self.qkv(x).chunk(3, dim=-1)
-        return self.out(attend(query, key, value, self.heads, causal=self.causal, mask=mask))
+        return self.out(attend(query, key, value, self.heads, causal=self.causal and mask is None, mask=mask))
 
 
 class CrossAttention(nn.Module):
@@ -42,7 +42,7 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend to the memory; a mask (B, S) says which of its positions are there."""
+        """Attend to the memory; a mask (B, S) says which of its positions are there, (B, T, S) for each of our own."""
         key, value = self.key_value(memory).chunk(2, dim=-1)
         return self.out(attend(self.query(x), key, value, self.heads, causal=False, mask=mask))
 
@@ -52,7 +52,7 @@ def attend(
 ) -> Tensor:  # (B, T, width)
     """Split into heads, attend (to the keys that the mask has, if there is one), and join the heads again."""
     query, key, value = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (query, key, value))
-    seen = None if mask is None else mask[:, None, None, :]
+    seen = None if mask is None else mask[:, None] if mask.dim() == 3 else mask[:, None, None, :]
     return F.scaled_dot_product_attention(query, key, value, seen, is_causal=causal).transpose(1, 2).flatten(2)
 
 
@@ -143,9 +143,9 @@ class DecoderBlock(nn.Module):
         self.cross = CrossAttention(width, heads)
         self.feed_forward = feed_forward(width, 4 * width, nn.ReLU())
 
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Transform a target sequence."""
-        x = self.residual(x, self.norms[0], self.attention)
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None, own_mask: Tensor | None = None) -> Tensor:
+        """Transform a target sequence; its own mask, if there is one, says all that attention within it may see."""
+        x = self.residual(x, self.norms[0], lambda x: self.attention(x, own_mask))
         x = self.residual(x, self.norms[1], lambda x: self.cross(x, memory, mask))
         return self.residual(x, self.norms[2], self.feed_forward)
 
@@ -196,10 +196,11 @@ class Transformer(nn.Module):
         angles = torch.arange(longest)[:, None] * rates
         self.register_buffer("positions", torch.cat([angles.sin(), angles.cos()], dim=1), persistent=False)
 
-    def embed(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, width)
-        """Look tokens up and add their positions."""
+    def embed(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:  # (B, T) -> (B, T, width)
+        """Look tokens up and add their positions: from the first on, or those that are given."""
         scale = math.sqrt(self.embedding.embedding_dim)
-        x = scale * self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        positions = self.positions[: tokens.shape[1]] if places is None else self.positions[places]
+        x = scale * self.embedding(tokens) + positions
         return F.dropout(x, self.dropout) if self.training and self.dropout else x
 
     def forward(self, source: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:  # -> (B, T, words)
@@ -212,18 +213,27 @@ class Transformer(nn.Module):
         """
         return self.head(self.decode(target, self.encode(source, mask), mask))
 
-    def encode(self, source: Tensor, mask: Tensor | None = None) -> Tensor:  # (B, S) -> (B, S, width)
+    def encode(
+        self, source: Tensor, mask: Tensor | None = None, places: Tensor | None = None
+    ) -> Tensor:  # (B, S) -> (B, S, width)
         """Read the source."""
-        memory = self.embed(source)
+        memory = self.embed(source, places)
         for block in self.encoder:
             memory = block(memory, mask)
         return self.last_norms[0](memory)
 
-    def decode(self, target: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:  # -> (B, T, width)
+    def decode(
+        self,
+        target: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        own_mask: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:  # -> (B, T, width)
         """Say, before the output layer, what comes after every position of the target."""
-        x = self.embed(target)
+        x = self.embed(target, places)
         for block in self.decoder:
-            x = block(x, memory, mask)
+            x = block(x, memory, mask, own_mask)
         return self.last_norms[1](x)
 
 

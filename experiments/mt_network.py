@@ -53,7 +53,9 @@ class Size:
     """Of scores with a fit."""
 
 
-SMALL_RECIPE = Recipe(32, 2, 2, words=240, steps=100, tokens=400, lr=1e-2, warm_up=30, dropout=0.0, save_every=50)
+SMALL_RECIPE = Recipe(
+    32, 2, 2, words=240, steps=100, tokens=400, row=80, lr=1e-2, warm_up=30, dropout=0.0, save_every=50
+)
 SMALL = Size(SMALL_RECIPE, steps=24, sample=32, tail_steps=24, tail_sample=64, product_batch=64, batch=128)
 
 
@@ -151,7 +153,7 @@ def _loaded(corpora: Corpora, size: Size, device: torch.device) -> tuple[Network
     model = make_transformer(recipe, device, seed=0)
     seconds = clocked(
         lambda: kept(
-            path, model, lambda model: train_transformer(model, train, recipe, 0, path.with_suffix(".unfinished"))
+            path, model, lambda _: train_transformer(model, train, recipe, 0, path.with_suffix(".unfinished"))
         ),
         device,
     )

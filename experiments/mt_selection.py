@@ -34,7 +34,7 @@ SETS = ("newstest2016", "multi30k")
 """What BLEU is taken on, by how the origin of a test sentence begins."""
 RETRAINED = Recipe(width=256, depth=3, heads=4, steps=3000, tokens=4096, lr=2e-3, warm_up=500, dropout=0.2)
 """14M parameters; the vocabulary is that of the network that scores."""
-SMALL_RETRAINED = Recipe(32, 1, 2, words=240, steps=36, tokens=200, lr=2e-2, warm_up=8, dropout=0.0)
+SMALL_RETRAINED = Recipe(32, 1, 2, words=240, steps=36, tokens=200, row=100, lr=2e-2, warm_up=8, dropout=0.0)
 STEPS, SMALL_STEPS = (750, 3000), (12, 36)
 """After which BLEU is taken, in one training."""
 # Tokens that translations of phrases end after: a network that has learned little never ends by itself.

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import eigentrace as et
 from eigentrace.curvature import Curvature
 from eigentrace.errors import InputError
-from experiments.models.transformer import Recipe, batches, held_out, make_transformer, rate, train_transformer
+from experiments.models.transformer import Recipe, held_out, make_transformer, rate, train_transformer
 from experiments.phrases import foreign, phrases
 from experiments.translation import (
     BEGIN,
@@ -35,7 +35,7 @@ from experiments.translation import (
 from experiments.withheld import together, withheld
 
 CPU = torch.device("cpu")
-TINY = Recipe(8, 1, 2, words=30, steps=6, tokens=40, warm_up=3, save_every=2)
+TINY = Recipe(8, 1, 2, words=30, steps=6, tokens=40, row=20, warm_up=3, save_every=2)
 
 
 def _pairs(count=12, seed=0, longest=9):
@@ -275,16 +275,6 @@ def test_the_rate_rises_and_falls():
     assert rate(4000, 1000) == pytest.approx(0.5)
 
 
-def test_batches_hold_every_pair_once_within_their_tokens():
-    pairs = _pairs(30)
-    drawn = list(itertools.islice(batches(pairs, TINY, 0), 200))
-    ends = np.cumsum([len(rows) for rows in drawn])
-    first = drawn[: int(np.searchsorted(ends, 30)) + 1]
-    assert sorted(np.concatenate(first)) == list(range(30))
-    assert all(len(rows) * pairs.lengths[rows].max() <= TINY.tokens for rows in drawn)
-    assert all(np.array_equal(a, b) for a, b in zip(drawn, batches(pairs, TINY, 0), strict=False))
-
-
 def test_training_follows_from_its_seed_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     def trained(seed, unfinished=None):
         model = make_transformer(TINY, CPU, seed)
@@ -316,7 +306,7 @@ def test_training_follows_from_its_seed_and_goes_on_where_it_stopped(tmp_path, m
 
 def test_training_learns_and_leaves_the_random_state(model):
     state = torch.random.get_rng_state()
-    recipe = Recipe(16, 1, 2, words=30, steps=60, tokens=60, lr=1e-2, warm_up=5, dropout=0.0)
+    recipe = Recipe(16, 1, 2, words=30, steps=60, tokens=60, row=20, lr=1e-2, warm_up=5, dropout=0.0)
     other = make_transformer(recipe, CPU, 0)
     before = held_out(other, _pairs())["loss"]
     train_transformer(other, _pairs(), recipe, 0)

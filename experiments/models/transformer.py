@@ -3,7 +3,7 @@
 The paper's sizes: 6 + 6 blocks, 512 wide, 8 heads, 2,048 in between, one embedding of 32k subwords for source, target
 and output. As in the example of Flax that the paper names (examples/wmt): norms first and one after the last block,
 sinusoids as positions, ReLU, Adam with β = (0.9, 0.98), ε = 1e-9 and no weight decay, label smoothing 0.1, warm-up over
-1,000 steps and then one over the square root of the steps.
+1,000 steps and then one over the square root of the steps; pairs are packed into rows of up to 256 tokens.
 
 What differs from that example:
 
@@ -18,7 +18,7 @@ What differs from that example:
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from bench.models import Transformer
 from experiments.models.kept import keep
+from experiments.models.packing import Side, batches, logits_of, packed
 from experiments.translation import LONGEST, PAD, Pairs
 
 
@@ -45,7 +46,9 @@ class Recipe:
     steps: int = 3000
     """At the default size 29 times through the two thirds of the pairs that are trained on."""
     tokens: int = 16_384
-    """Of the longer side of a batch, padding included: pairs of one length come together."""
+    """Of a batch, on each side, padding included."""
+    row: int = 256
+    """Of these in a row, which holds as many pairs as fit."""
     lr: float = 1e-3
     warm_up: int = 1000
     dropout: float = 0.1
@@ -71,23 +74,8 @@ def make_transformer(recipe: Recipe, device: torch.device, seed: int) -> Transfo
     return model.to(device)
 
 
-def batches(pairs: Pairs, recipe: Recipe, seed: int) -> Iterator[np.ndarray]:
-    """Yield the rows of one batch after another, for ever: pairs of one length together, in a new order every time."""
-    draw = np.random.default_rng([seed, 2])
-    while True:
-        # Sorted after a shuffle: pairs of equal length meet others every time.
-        mixed = draw.permutation(len(pairs))
-        ordered = mixed[np.argsort(-pairs.lengths[mixed], kind="stable")]
-        found, start = [], 0
-        while start < len(ordered):
-            count = max(1, recipe.tokens // int(pairs.lengths[ordered[start]]))
-            found.append(ordered[start : start + count])
-            start += count
-        yield from (found[place] for place in draw.permutation(len(found)))
-
-
 def train_transformer(
-    model: nn.Module,
+    model: Transformer,
     pairs: Pairs,
     recipe: Recipe,
     seed: int,
@@ -110,13 +98,14 @@ def train_transformer(
     optimizer = torch.optim.Adam(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), eps=1e-9, fused=on_gpu)
     begin = _resumed(model, optimizer, unfinished)
     with torch.random.fork_rng(devices=[device] if on_gpu else []):
-        for step, rows in enumerate(islice(batches(pairs, recipe, seed), begin, recipe.steps), start=begin):
+        drawn = batches(pairs, recipe.row, recipe.tokens, seed)
+        for step, plan in enumerate(islice(drawn, begin, recipe.steps), start=begin):
             # Dropout of a step is its own, so that a training that was interrupted goes on as if it had not been.
             torch.manual_seed(seed * 1_000_003 + step)
             model.train()
             for group in optimizer.param_groups:
                 group["lr"] = recipe.lr * rate(step + 1, recipe.warm_up)
-            loss = _loss(model, pairs.batch(rows), recipe.smoothing)
+            loss = _loss(model, *packed(pairs, plan), recipe.smoothing)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -135,12 +124,12 @@ def rate(step: int, warm_up: int) -> float:
     return min(step / warm_up, math.sqrt(warm_up / step))
 
 
-def _loss(model: nn.Module, batch: tuple[Tensor, ...], smoothing: float) -> Tensor:
-    source, before, target = batch
-    casting = torch.autocast("cuda", torch.bfloat16) if source.is_cuda else nullcontext()
+def _loss(model: Transformer, source: Side, target: Side, smoothing: float) -> Tensor:
+    casting = torch.autocast("cuda", torch.bfloat16) if source.tokens.is_cuda else nullcontext()
     with casting:
-        logits = model(source, before, source != PAD)
-    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), ignore_index=PAD, label_smoothing=smoothing)
+        logits = logits_of(model, source, target)
+    labels = target.tokens.flatten()
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=PAD, label_smoothing=smoothing)
 
 
 def _resumed(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path | None) -> int:
