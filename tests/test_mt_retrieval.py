@@ -48,7 +48,7 @@ def network(tmp_path_factory):
     train = Pairs(*sides, np.arange(40))
     model = make_transformer(TINY, torch.device("cpu"), 0)
     train_transformer(model, train, TINY, 0)
-    return Network(model.eval(), train, SIZE, tmp_path_factory.mktemp("cache") / "net.pt", train)
+    return Network(model.eval(), train, SIZE, tmp_path_factory.mktemp("cache") / "net.pt", {"dev": train})
 
 
 @pytest.fixture(scope="module")
