@@ -14,7 +14,7 @@ from eigentrace.fitted import Fitted, Normalize
 from eigentrace.search import Ranked, Scale, search
 from eigentrace.store.columns import Names
 
-Allowed = Callable[[int, int], Tensor] | None
+MayAnswer = Callable[[int, int], Tensor] | None
 """Tells for n rows from a first one which may answer which query, (Q, n); None if all may."""
 
 # Tails of two examples are taken to be this much alike when candidates are named. Measured cosines spread by .05 to .2.
@@ -66,7 +66,7 @@ def lacks_tail(run: Scored) -> bool:
     return run.manifest["features"]["hold"] != "everything"
 
 
-def by_features(run: Scored, asked: Asked, k: int, allowed: Allowed, normalize: Normalize, device: Any) -> Ranked:
+def by_features(run: Scored, asked: Asked, k: int, allowed: MayAnswer, normalize: Normalize, device: Any) -> Ranked:
     """Rank by stored features alone.
 
     Where they lack the tail, gradients are normalised without it too: by their length along the kept directions, or in
@@ -93,7 +93,7 @@ def by_features(run: Scored, asked: Asked, k: int, allowed: Allowed, normalize: 
 
 
 def candidates(
-    run: Scored, asked: Asked, half: int, allowed: Allowed, normalize: Normalize, device: Any
+    run: Scored, asked: Asked, half: int, allowed: MayAnswer, normalize: Normalize, device: Any
 ) -> Tensor:  # (Q, 2·half), -1 where there are fewer
     """Name those whose scores by the model may be among the strongest: so many proponents, and as many opponents.
 

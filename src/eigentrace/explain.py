@@ -10,7 +10,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from eigentrace.candidates import Allowed, Asked, Scored, by_features, candidates, lacks_tail
+from eigentrace.candidates import Asked, MayAnswer, Scored, by_features, candidates, lacks_tail
 from eigentrace.compute import Compute
 from eigentrace.data import Data, as_data
 from eigentrace.ensemble import Ensemble
@@ -238,7 +238,7 @@ def _how(run: Scored) -> str:
     return STORED if run.manifest["method"].get("cut", {}).get("stored") else EXACT
 
 
-def _most_answers(run: Scored, allowed: Allowed, enough: int) -> int:
+def _most_answers(run: Scored, allowed: MayAnswer, enough: int) -> int:
     """Count the examples that the freest query may be answered by, where they may be as few as that."""
     if allowed is None or run.num_rows <= enough:
         return run.num_rows
@@ -248,7 +248,7 @@ def _most_answers(run: Scored, allowed: Allowed, enough: int) -> int:
     return int(torch.as_tensor(counts).max())
 
 
-def _allowed(run: Scored, asked: Asked, same_label: bool, top_labels: int | None, exclude: Exclude) -> Allowed:
+def _allowed(run: Scored, asked: Asked, same_label: bool, top_labels: int | None, exclude: Exclude) -> MayAnswer:
     """Make the rule that says which examples a query may be answered by."""
     classes = _classes(run, asked, same_label, top_labels)
     labels = torch.from_numpy(run.column("label")) if classes is not None else None
@@ -330,7 +330,7 @@ def _rescored(run: Scored, asked: Asked, lists: Tensor, k: int, normalize: Norma
     return _ranked(scores, lists, k)
 
 
-def _by_gradients(run: Scored, asked: Asked, k: int, allowed: Allowed, normalize: Normalize) -> Ranked:
+def _by_gradients(run: Scored, asked: Asked, k: int, allowed: MayAnswer, normalize: Normalize) -> Ranked:
     """Score everybody who may answer by the model, a stretch of rows at a time."""
     places, step = torch.from_numpy(_different(asked)), max(1, _SCORES // asked.count)
     nobody = torch.full((asked.count, k), -1), torch.full((asked.count, k), torch.nan, dtype=torch.float64)
