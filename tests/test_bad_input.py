@@ -595,3 +595,29 @@ def test_causal_lm_label_out_of_range_names_the_row():
     wrong[6, 2] = 5
     with pytest.raises(NumericalError, match="first: row 6"):
         fit(et.causal_lm(Tokens()), tokens(labels=wrong))
+
+
+@pytest.mark.parametrize("wrong", [5, -1], ids=["beyond", "negative"])
+def test_a_token_outside_the_vocabulary_is_named_with_the_table_and_its_size(wrong):
+    good = tokens(labels=torch.ones(8, 4, dtype=torch.long))
+    bad = {name: value.clone() for name, value in good.items()}
+    bad["input_ids"][6, 2] = wrong
+    message = rf"'embed' of Tokens asks for entry {wrong} \(at \[6, 2\] .*\(8, 4\)\), .* 0 to 4\. .* tokenizer"
+    task = et.causal_lm(Tokens())
+    with pytest.raises(InputError, match=message):
+        fit(task, [bad])
+    fitted = fit(task, [good])
+    for engine in ("auto", "forward"):
+        with pytest.raises(InputError, match=message):
+            fitted.self_influence([bad], compute=et.Compute(engine=engine))
+    with pytest.raises(InputError, match="'embed' of Tokens asks for"):  # one by one, the numbers may be out of sight
+        fitted.self_influence([bad], compute=et.Compute(engine="reverse"))
+
+
+def test_other_index_errors_of_a_model_pass_through():
+    class Picks(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), [][len(x)]
+
+    with pytest.raises(IndexError, match="list index out of range"):
+        fit(et.classification(Picks(3, 3)))

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from traceback import walk_tb
 from typing import Any, TypeGuard
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint
 
-from eigentrace.errors import UnsupportedError
+from eigentrace.errors import InputError, UnsupportedError
 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 # What torch.utils.checkpoint.checkpoint calls, for either kind. Models bind that function by name, so it cannot be
@@ -67,6 +68,35 @@ def prepared(model: nn.Module) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="There is a performance drop")
         yield
+
+
+def lookup_outside(model: nn.Module, error: IndexError) -> InputError | None:
+    """Say which table was asked for an entry it has not, once that has failed; None if the error is another one.
+
+    The frames the error came through hold the table and the indices: nothing is looked at while lookups succeed.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    owner = ""
+    for frame, _ in walk_tb(error.__traceback__):
+        found = frame.f_locals
+        owner = names.get(id(found.get("self")), owner)
+        if frame.f_code is nn.functional.embedding.__code__:
+            size = len(found["weight"])
+            return InputError(
+                f"A lookup in {owner!r} of {type(model).__name__} asks for {_first_outside(found['input'], size)}, and "
+                f"the table has the entries 0 to {size - 1}. If it holds tokens, make their ids with the tokenizer of "
+                "this model; if positions, cut the inputs to the length it takes (truncation=True, max_length=... of "
+                "a tokenizer)."
+            )
+    return None
+
+
+def _first_outside(index: Tensor, size: int) -> str:
+    try:
+        bad = ((index < 0) | (index >= size)).nonzero()[0].tolist()
+        return f"entry {int(index[tuple(bad)])} (at {bad} of indices of shape {tuple(index.shape)})"
+    except (RuntimeError, IndexError):  # inside a transform that hides the numbers
+        return "an entry outside of it"
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from eigentrace.batch import to_device, to_double
 from eigentrace.errors import EigentraceWarning, MismatchError, TaskError
-from eigentrace.guard import prepared
+from eigentrace.guard import lookup_outside, prepared
 from eigentrace.seal import Seal
 from eigentrace.selection import Coverage, Params, aliases_of, coverage_of, match_values, select_params
 from eigentrace.vector import Layout
@@ -257,8 +257,14 @@ class Task:
             if self._bf16
             else nullcontext()
         )
-        with casting:
-            return functional_call(_Caller(self.model), swapped, (function, batch))
+        try:
+            with casting:
+                return functional_call(_Caller(self.model), swapped, (function, batch))
+        except IndexError as error:
+            outside = lookup_outside(self.model, error)
+            if outside is None:
+                raise
+            raise outside from error
 
 
 def _per_example(losses: Any, what: str) -> Tensor:
