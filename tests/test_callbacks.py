@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import eigentrace as et
+from eigentrace import artifact
 from eigentrace.errors import InputError, MismatchError, NumericalError
 from small import cross_entropy, examples, net
 
@@ -175,6 +176,21 @@ def test_a_record_of_other_data_is_refused(tmp_path):
     (tmp_path / "losses" / "step-000000000000.safetensors").write_bytes(b"damaged")
     with pytest.raises(MismatchError, match="damaged or cut short"):
         et.LossTracker(et.classification, examples(), tmp_path / "losses")
+
+
+def test_processes_that_begin_at_the_same_moment_share_a_record(tmp_path, monkeypatch):
+    """As under torchrun: another process makes the directory after this one has seen that there is none."""
+    write = artifact.write
+
+    def late(path, manifest, files):
+        write(path, manifest, files)
+        write(path, manifest, files)
+
+    monkeypatch.setattr(artifact, "write", late)
+    tracker = et.LossTracker(et.classification, examples(), tmp_path / "losses")
+    monkeypatch.undo()
+    assert tracker.record(net(), 1)
+    assert et.LossHistory.load(tmp_path / "losses").steps == (1,)
 
 
 def test_what_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from eigentrace import artifact
 from eigentrace.batch import tensors_of
 from eigentrace.data import Data, as_data
-from eigentrace.errors import InputError, MismatchError
+from eigentrace.errors import InputError, MismatchError, StorageError
 from eigentrace.settings import check_counts
 from eigentrace.solved import losses_of
 from eigentrace.task import Task
@@ -164,10 +164,14 @@ class LossTracker:
         }
 
     def _open(self, path: Path) -> None:
+        expected = self._manifest()
         if not path.exists():
-            artifact.write(path, self._manifest(), {})
-            return
-        expected, manifest = self._manifest(), artifact.read_manifest(path, _KIND)
+            try:
+                artifact.write(path, expected, {})
+            except (InputError, StorageError):
+                if not path.exists():  # else another process of the same training was quicker
+                    raise
+        manifest = artifact.read_manifest(path, _KIND)
         for key in ("num_examples", "first_examples"):
             if manifest.get(key) != expected[key]:
                 raise MismatchError(
