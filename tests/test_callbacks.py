@@ -2,6 +2,7 @@
 
 import copy
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import Dataset
 
 import eigentrace as et
 from eigentrace import artifact
-from eigentrace.errors import InputError, MismatchError, NumericalError
+from eigentrace.errors import EigentraceWarning, InputError, MismatchError, NumericalError
 from small import cross_entropy, examples, net
 
 
@@ -311,6 +312,24 @@ def test_the_trainer_records_every_so_many_steps(tmp_path):
     tracker = et.LossTracker(et.classification, Rows())
     run_trainer(tmp_path / "run", tracker, epochs=2, every=2)
     assert tracker.steps == (2, 4, 6)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["on disk", "in memory"])
+def test_a_training_from_the_start_into_an_old_record_is_warned_about(tmp_path, kept):
+    """Its steps would be taken for those on record, and the losses of the other training for its own."""
+    called = pytest.importorskip("transformers.trainer_callback")
+    tracker, model = et.LossTracker(et.classification, Rows(), tmp_path / "losses" if kept else None), Classifier()
+    handler = called.CallbackHandler([et.loss_callback(tracker)], model, None, None, None)
+    state, control = called.TrainerState(), called.TrainerControl()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handler.on_train_begin(None, state, control)
+        state.global_step = 3
+        handler.on_epoch_end(None, state, control)
+        handler.on_train_begin(None, state, control)  # resumed from a checkpoint
+    state.global_step = 0
+    with pytest.warns(EigentraceWarning, match="losses of 1 steps up to 3 already, .* not evaluated again.*new path"):
+        handler.on_train_begin(None, state, control)
 
 
 def test_the_callback_refuses_no_steps():

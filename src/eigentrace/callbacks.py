@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from eigentrace import artifact
 from eigentrace.batch import tensors_of
 from eigentrace.data import Data, as_data
-from eigentrace.errors import InputError, MismatchError, StorageError
+from eigentrace.errors import EigentraceWarning, InputError, MismatchError, StorageError
 from eigentrace.settings import check_counts
 from eigentrace.solved import losses_of
 from eigentrace.task import Task
@@ -196,6 +197,10 @@ def loss_callback(tracker: LossTracker, every: int | None = None) -> Any:
         check_counts(1, every=every)
 
     class RecordLosses(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **found: Any) -> None:
+            if not state.global_step and tracker.steps and state.is_world_process_zero:
+                _warn_of_earlier(tracker)
+
         def on_epoch_end(self, args: Any, state: Any, control: Any, **found: Any) -> None:
             if every is None and state.is_world_process_zero:
                 tracker.record(found["model"], state.global_step)
@@ -205,6 +210,17 @@ def loss_callback(tracker: LossTracker, every: int | None = None) -> Any:
                 tracker.record(found["model"], state.global_step)
 
     return RecordLosses()
+
+
+def _warn_of_earlier(tracker: LossTracker) -> None:
+    where = "The tracker" if tracker.path is None else f"The record at {tracker.path}"
+    warnings.warn(
+        f"{where} holds losses of {len(tracker.steps)} steps up to {tracker.steps[-1]} already, and a training begins "
+        "at step 0: steps on record keep their losses and are not evaluated again. If they are of another training, "
+        "give LossTracker a new path.",
+        EigentraceWarning,
+        stacklevel=2,
+    )
 
 
 def _history(found: dict[int, Tensor]) -> LossHistory:
