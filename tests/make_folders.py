@@ -29,6 +29,18 @@ def bert(folder: Path, **config: Any) -> Path:
     return _save(folder, transformers.BertForSequenceClassification(settings), tokenizer)
 
 
+def roberta(folder: Path) -> Path:
+    """A classifier that counts positions from behind its padding token: 20 entries, 18 tokens; no limit is told."""
+    import transformers
+
+    tokenizer = _words(transformers, eos_token="<end>", pad_token="<pad>")
+    settings = transformers.RobertaConfig(
+        vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+        max_position_embeddings=20, pad_token_id=tokenizer.pad_token_id, num_labels=len(CLASSES), type_vocab_size=1,
+    )  # fmt: skip
+    return _save(folder, transformers.RobertaForSequenceClassification(settings), tokenizer)
+
+
 def gpt2(folder: Path) -> Path:
     """A language model whose tokenizer has no padding token, with 20 positions: no multiple of 8."""
     import transformers

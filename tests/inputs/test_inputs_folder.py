@@ -176,6 +176,18 @@ def test_long_texts_are_cut_and_never_padded_past_the_positions(home, tmp_path):
         made(home, "gpt2", tmp_path / "long.parquet", max_length=21)
 
 
+def test_positions_that_are_counted_from_behind_the_padding_token(tmp_path):
+    """RoBERTa's: the table has an entry for every token up to the padding token that no text comes to."""
+    folder, long = make_folders.roberta(tmp_path / "roberta"), tmp_path / "long.parquet"
+    pq.write_table(pa.table({"text": ["cat " * 100, "dog " * 17, "the"], "label": [0, 1, 2]}), long)
+    inputs = from_folder(folder, long, "text-classification")
+    batch = inputs.data.first(3).values
+    assert batch["input_ids"].shape == (3, 18)
+    assert inputs.task.losses(inputs.task.params, batch).isfinite().all()
+    with pytest.raises(InputError, match="max_length=19 is more than the 18 positions the model has"):
+        from_folder(folder, long, "text-classification", max_length=19)
+
+
 def test_a_text_without_tokens_teaches_a_language_model_nothing(home, tmp_path):
     pq.write_table(pa.table({"text": ["the cat sat", "", "a dog"]}), tmp_path / "empty.parquet")
     found = scores(made(home, "gpt2", tmp_path / "empty.parquet", batch_size=2))

@@ -94,13 +94,21 @@ def load_tokenizer(folder: Path, model: nn.Module) -> Any:
 
 def longest_input(tokenizer: Any, model: nn.Module, max_length: int | None) -> int | None:
     """Return how many tokens of a text the model sees: what was asked for, else what tokenizer and model allow."""
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = _num_positions(model)
     known = [n for n in (tokenizer.model_max_length, positions) if isinstance(n, int) and 0 < n < _NO_LIMIT]
     if max_length is None:
         return min(known, default=None)
     if isinstance(positions, int) and max_length > positions > 0:
         raise InputError(f"max_length={max_length} is more than the {positions} positions the model has.")
     return max_length
+
+
+def _num_positions(model: nn.Module) -> Any:
+    """Return how many tokens have a position: tables with an entry for padding, as RoBERTa's, count from behind it."""
+    entries = getattr(model.config, "max_position_embeddings", None)
+    tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
+    unused = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
+    return entries - max(unused, default=0) if isinstance(entries, int) else entries
 
 
 def takes_token_types(tokenizer: Any, model: nn.Module) -> bool:
