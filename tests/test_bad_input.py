@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -572,6 +573,16 @@ SEQUENCES = {
     "float labels": (et.causal_lm, tokens(labels=torch.ones(8, 4)), r"integers of shape \(B, T\), got torch\.float32"),
     "no labels": (et.causal_lm, tokens(), r"causal_lm expects dict batches with a 'labels' entry, got a dict with"),
     "tuples": (et.causal_lm, examples(8), "expects dict batches with a 'labels' entry, got tuple"),
+    "no tokens": (
+        et.causal_lm,
+        tokens(0, labels=torch.ones(8, 0, dtype=torch.long)),
+        r"All texts of a batch are empty: its 'labels' have shape \(8, 0\)\. Leave such texts out, or pad",
+    ),
+    "no inputs": (
+        et.classification,
+        tokens(0, labels=torch.ones(8, dtype=torch.long)),
+        r"All texts of a batch are empty: its 'input_ids' have shape \(8, 0\)\.",
+    ),
 }
 
 
@@ -621,3 +632,19 @@ def test_other_index_errors_of_a_model_pass_through():
 
     with pytest.raises(IndexError, match="list index out of range"):
         fit(et.classification(Picks(3, 3)))
+
+
+def test_a_text_beyond_the_models_positions_is_said_to_be_too_long():
+    class Short(Tokens):
+        """Adds positions as BERT does, from a table that is cut to the length of the text."""
+
+        def __init__(self):
+            super().__init__()
+            self.config, self.places = SimpleNamespace(max_position_embeddings=3), nn.Parameter(torch.zeros(3, 2))
+
+        def forward(self, input_ids):
+            return self.head(self.embed(input_ids) + self.places[: input_ids.shape[1]])
+
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        fit(et.causal_lm(Short()), [tokens(labels=torch.ones(8, 4, dtype=torch.long))])
+    assert "have 4 tokens, and the model has 3 positions. Cut them" in caught.value.__notes__[0]

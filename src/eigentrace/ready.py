@@ -168,7 +168,26 @@ def _token_labels(batch: Any) -> Tensor:  # (B, T)
         raise TaskError(
             f"Labels of tokens must be integers of shape (B, T), got {_described(labels)}.{hint if single else ''}"
         )
+    _check_tokens(labels, "labels")
     return labels
+
+
+def _check_tokens(tokens: Any, name: str) -> None:
+    """Refuse a batch of nothing but empty texts, which models meet with errors of their own."""
+    if isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.shape[1]:
+        raise TaskError(
+            f"All texts of a batch are empty: its {name!r} have shape {tuple(tokens.shape)}. Leave such texts out, or "
+            "pad them to at least one token, with an attention mask of 0 and labels of -100."
+        )
+
+
+def _note_length(error: RuntimeError, ids: Any, positions: Any) -> None:
+    """Add to an error what is most likely behind it; its kind stays, by which missing derivatives are told."""
+    if isinstance(ids, Tensor) and ids.ndim == 2 and isinstance(positions, int) and ids.shape[1] > positions > 0:
+        error.add_note(
+            f"The texts of this batch have {ids.shape[1]} tokens, and the model has {positions} positions. Cut them: "
+            f"truncation=True, max_length={positions} of a tokenizer."
+        )
 
 
 def _described(labels: Any) -> str:
@@ -180,7 +199,13 @@ def _run(model: nn.Module, inputs: Any) -> Any:
         # Caches of keys and values are state that derivatives must not meet.
         config = getattr(model, "config", None)
         extra = {"use_cache": False} if getattr(config, "use_cache", None) else {}
-        return model(**inputs, **extra)
+        ids = inputs.get("input_ids")
+        _check_tokens(ids, "input_ids")
+        try:
+            return model(**inputs, **extra)
+        except RuntimeError as error:
+            _note_length(error, ids, getattr(config, "max_position_embeddings", None))
+            raise
     return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
 
 
