@@ -578,6 +578,16 @@ SEQUENCES = {
         tokens(0, labels=torch.ones(8, 0, dtype=torch.long)),
         r"All texts of a batch are empty: its 'labels' have shape \(8, 0\)\. Leave such texts out, or pad",
     ),
+    "lists of tokens": (
+        et.classification,
+        et.Data([{"input_ids": [1, 2, 3, 4, 0], "labels": 1}] * 8),
+        r"'input_ids' of a batch must be .* \(B, T\), got a list of 5: .* number by number\. .*set_format\('torch'\)",
+    ),
+    "lists of labels": (
+        et.causal_lm,
+        et.Data([{"input_ids": [1, 2, 3, 4, 0], "labels": [1, 2, 3, 4, 0]}] * 8),
+        r"'labels' of a batch must be .* \(B, T\), got a list of 5: .* eigentrace\.Data\(dataset, collate=",
+    ),
     "no inputs": (
         et.classification,
         tokens(0, labels=torch.ones(8, dtype=torch.long)),
@@ -589,7 +599,7 @@ SEQUENCES = {
 @pytest.mark.parametrize(("make", "batch", "match"), table(SEQUENCES))
 def test_sequence_batch_is_refused(make, batch, match):
     with pytest.raises(TaskError, match=match):
-        fit(make(Tokens()), [batch])
+        fit(make(Tokens()), batch if isinstance(batch, et.Data) else [batch])
 
 
 def test_output_without_logits_is_refused():

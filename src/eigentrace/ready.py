@@ -162,18 +162,25 @@ def _dict_inputs(batch: Any, what: str) -> dict[str, Any]:
 
 def _token_labels(batch: Any) -> Tensor:  # (B, T)
     labels = batch["labels"]
+    _check_tokens(labels, "labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim != 2:
         single = isinstance(labels, Tensor) and labels.ndim == 1
         hint = " A single example needs a first dimension (1, T); give a list of such as eigentrace.Data(examples)."
         raise TaskError(
             f"Labels of tokens must be integers of shape (B, T), got {_described(labels)}.{hint if single else ''}"
         )
-    _check_tokens(labels, "labels")
     return labels
 
 
 def _check_tokens(tokens: Any, name: str) -> None:
-    """Refuse a batch of nothing but empty texts, which models meet with errors of their own."""
+    """Refuse lists, and a batch of nothing but empty texts: models meet both with errors of their own."""
+    if isinstance(tokens, list | tuple):
+        raise TaskError(
+            f"The {name!r} of a batch must be integers of shape (B, T), got a {type(tokens).__name__} of "
+            f"{len(tokens)}: examples made of Python lists are stacked number by number. Make them tensors "
+            "(dataset.set_format('torch') of a Hugging Face dataset), or give eigentrace.Data(dataset, collate=...) a "
+            "collator of transformers, such as DataCollatorWithPadding."
+        )
     if isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.shape[1]:
         raise TaskError(
             f"All texts of a batch are empty: its {name!r} have shape {tuple(tokens.shape)}. Leave such texts out, or "
