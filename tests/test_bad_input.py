@@ -658,3 +658,8 @@ def test_a_text_beyond_the_models_positions_is_said_to_be_too_long():
     with pytest.raises(RuntimeError, match="must match the size") as caught:
         fit(et.causal_lm(Short()), [tokens(labels=torch.ones(8, 4, dtype=torch.long))])
     assert "have 4 tokens, and the model has 3 positions. Cut them" in caught.value.__notes__[0]
+
+
+def test_labels_that_are_all_ignored_are_named_among_the_causes():
+    with pytest.raises(NumericalError, match=r"no label counts \(all of them -100.*Look at the labels"):
+        et.Arnoldi(steps=4, keep=2).fit(et.causal_lm(Tokens()), tokens(labels=torch.full((8, 4), -100)))

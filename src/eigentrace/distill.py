@@ -61,7 +61,8 @@ def distill(krylov: Krylov, keep: int) -> Distilled:
     if count == 0:
         raise NumericalError(
             "The curvature is zero to working precision: the model fits every example of the sample exactly, or the "
-            "loss does not bend in the selected parameters. Use more examples, or a gradient method such as TracIn."
+            "loss does not bend in the selected parameters, or no label counts (all of them -100, or texts of one "
+            "token). Look at the labels, and use more examples, or a gradient method such as TracIn."
         )
     vectors = krylov.vectors
     vectors.mix(_orthonormal(S[:, :count].T, vectors.gram(krylov.size)))
