@@ -50,7 +50,9 @@ class Explanation:
     """What speaks for and against each query."""
 
     proponents: Side
+    """The highest scores first."""
     opponents: Side
+    """The lowest first: above zero where fewer than k examples speak against the query."""
     how: str
     """"exact": nobody stronger was overlooked; "rescored": the scores are exact, but of a shortlist only; "stored
     tail": by features that stand for the tail; or "kept directions only": without any tail."""
