@@ -55,9 +55,9 @@ the network was trained on with their true targets.
 - *RandSelect* picks other parameters for each of the five draws, *RandProj* takes two sets of rows in turn; ± is the
   standard deviation over the five.
 - The *loss* costs one forward pass.
-- Trained is on packed rows, as in the paper: up to 256 tokens of several pairs, none of which sees another; 95% of the
-  source's positions are real and 89% of the target's. Scored are single pairs, those of one length together, so that
-  three quarters of all positions are real. Padding has no say: it is masked in attention and left out of the loss.
+- Trained is on packed rows, as in the paper: up to 256 tokens of several pairs, none of which sees another. Scored are
+  single pairs, those of one length together, so that little is padding. Padding has no say: it is masked in attention
+  and left out of the loss.
 
 *Memory* is what scoring 1,024 training pairs takes at most at one batch size, the network and the rows included. The
 paper had to go down from 512 to 64 pairs for RandSelect, which takes gradients, while dense rows, Arnoldi's or
