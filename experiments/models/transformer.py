@@ -9,8 +9,8 @@ What differs from that example:
 
 - The amount of training: a fraction of the pairs and tokens, so the rate peaks at 0.001 and not 0.002, and gradients
   longer than 1 are shortened.
-- Dropout is 0.3, not 0.1: there are so few pairs that the network soon knows them by heart. It acts on embeddings and on
-  what each layer adds, not also on attention weights and between the two layers of a feed-forward block.
+- Dropout is 0.3, not 0.1: there are so few pairs that the network soon knows them by heart. It acts on embeddings and
+  on what each layer adds, not also on attention weights and between the two layers of a feed-forward block.
 - Attention has biases, norms add 1e-5 and not 1e-6 to the variance, matrices begin as PyTorch draws them and not by
   Xavier's rule, and the slowest sinusoid is a little faster.
 - The embedding is kept √512 times smaller and multiplied by that on the way in, where the example divides the logits
