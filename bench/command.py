@@ -33,16 +33,12 @@ class Benchmark:
 def main(benchmark: Benchmark, argv: Sequence[str]) -> int:
     """Do what the command line asks for; return how many models could not be measured at all."""
     settings = benchmark.parser.parse_args(argv)
-    path = settings.out / f"{stem(benchmark.name, small=settings.small)}.json"
-    failures = 0
-    if settings.merge:
-        for other in settings.merge:
-            write(path, merged(read(path), read(other)))
-    elif not settings.render:
+
+    def measure(path: Path) -> int:
         run = start(benchmark.name, settings, argv)
-        failures = sum("failed" in _measure(benchmark, name, run, path, settings) for name in settings.models)
-    benchmark.render(settings.out, settings.small)
-    return failures
+        return sum("failed" in _measure(benchmark, name, run, path, settings) for name in settings.models)
+
+    return carried_out(benchmark.name, settings, measure, benchmark.render)
 
 
 def _measure(benchmark: Benchmark, name: str, run: Run, path: Path, settings: argparse.Namespace) -> Cell:
@@ -78,10 +74,37 @@ def options(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
     parser.add_argument("--channels-last", action="store_true", help="give images in this memory format")
     parser.add_argument("--profile", action="store_true", help="print where the time of each number goes")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
-    parser.add_argument("--render", action="store_true", help="measure nothing, only write tables and plots again")
-    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+    result_options(parser)
     return parser
+
+
+def result_options(parser: argparse.ArgumentParser) -> None:
+    """Add what is understood wherever results are kept."""
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
+    parser.add_argument("--render", action="store_true", help="measure nothing, only write the pages again")
+    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+
+
+def carried_out(
+    name: str, settings: argparse.Namespace, measure: Callable[[Path], int], render: Callable[[Path, bool], None]
+) -> int:
+    """Do what `result_options` asks for: measure, or merge other results, or nothing; then render.
+
+    Args:
+        name: What the files of the results begin with.
+        settings: Of the command line.
+        measure: Measures everything into a JSON file, and returns how many numbers failed.
+        render: Writes pages into a folder from the JSON that lies there; the flag asks for the small ones.
+
+    Returns:
+        How many numbers failed.
+    """
+    path = settings.out / f"{stem(name, small=settings.small)}.json"
+    for other in settings.merge or ():
+        write(path, merged(read(path), read(other)))
+    failures = 0 if settings.merge or settings.render else measure(path)
+    render(settings.out, settings.small)
+    return failures
 
 
 def choices(*allowed: str) -> Callable[[str], list[str]]:

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from bench.command import say, start
+from bench.command import carried_out, result_options, say, start
 from bench.measure import Cell, Run, attempt, with_seconds
 from bench.peers.networks import Recipe, logits_of, mlp, seeded, train
-from bench.record import Notes, Record, Recorder, merged, read, shown, stem, table, write, write_page
+from bench.record import Notes, Record, Recorder, shown, table, write_page
 from bench.search import same_rows
 from eigentrace.demo.digits import load_digits
 
@@ -38,14 +38,9 @@ _RECIPE = Recipe(epochs=10, batch=64, lr=0.05)
 def main(argv: Sequence[str]) -> int:
     """Do what the command line asks for; return how many numbers failed."""
     settings = _parser().parse_args(argv)
-    path = settings.out / f"{stem('explain', small=settings.small)}.json"
-    failures = 0
-    for other in settings.merge or ():
-        write(path, merged(read(path), read(other)))
-    if not (settings.merge or settings.render):
-        failures = _measure(start("explain", settings, argv), path, settings)
-    render(settings.out, settings.small)
-    return failures
+    return carried_out(
+        "explain", settings, lambda path: _measure(start("explain", settings, argv), path, settings), render
+    )
 
 
 def _measure(run: Run, path: Path, settings: argparse.Namespace) -> int:
@@ -131,9 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--queries", type=int, default=25, help="wrongly classified digits to ask about")
     parser.add_argument("--small", action="store_true", help="400 digits, to see that all runs")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
-    parser.add_argument("--render", action="store_true", help="measure nothing, only write the tables again")
-    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+    result_options(parser)
     parser.set_defaults(seconds=0.0, profile=False)
     return parser
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
-from bench.command import choices, say, start
+from bench.command import carried_out, choices, result_options, say, start
 from bench.fidelity_page import (
     DELTAS,
     KS,
@@ -34,7 +34,7 @@ from bench.measure import Cell, attempt
 from bench.peers import truth
 from bench.peers.problem import Problem, Spec, make_problem
 from bench.peers.problems import PROBLEMS, SMALL
-from bench.record import Recorder, merged, read, stem, write
+from bench.record import Recorder
 from eigentrace.evaluate import Retrained, lds
 from eigentrace.projected import ProjectedFit
 
@@ -58,12 +58,9 @@ def specs(small: bool) -> dict[str, Spec]:
 def main(argv: Sequence[str]) -> int:
     """Do what the command line asks for; return how many numbers failed."""
     settings = _parser().parse_args(argv)
-    path = settings.out / f"{stem('fidelity', small=settings.small)}.json"
-    failures = 0
-    for other in settings.merge or ():
-        write(path, merged(read(path), read(other)))
-    if not (settings.merge or settings.render):
-        run = start("fidelity", settings, argv)
+
+    def measure(path: Path) -> int:
+        run, failures = start("fidelity", settings, argv), 0
         cache = settings.cache / "small" if settings.small else settings.cache
         for name in settings.regimes:
             spec = specs(settings.small)[name]
@@ -73,8 +70,9 @@ def main(argv: Sequence[str]) -> int:
             facts = {"title": name, "parameters": problem.num_parameters, "settings": spec.settings}
             recorder = Recorder(run, path, name, facts)
             failures += Regime(problem, truth.read_truth(truth.place(cache, spec.name), problem), recorder).measure()
-    render(settings.out, settings.small)
-    return failures
+        return failures
+
+    return carried_out("fidelity", settings, measure, render)
 
 
 class Regime:
@@ -169,9 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--small", action="store_true", help="200 examples and a few steps, to see that all runs")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
     parser.add_argument("--cache", type=Path, default=Path("runs/peers"), help="keeps trained networks")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
-    parser.add_argument("--render", action="store_true", help="measure nothing, only write the tables again")
-    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+    result_options(parser)
     parser.set_defaults(seconds=0.0, profile=False)
     return parser
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.command import say, start
+from bench.command import carried_out, result_options, say, start
 from bench.measure import Cell, Run, attempt, release, timed
-from bench.record import Notes, Record, Recorder, memory, merged, read, shown, stem, table, write, write_page
+from bench.record import Notes, Record, Recorder, memory, shown, table, write_page
 from eigentrace.search import search
 
 # Rows that are drawn, and read, at a time.
@@ -91,18 +91,15 @@ class Problem:
 def main(argv: Sequence[str]) -> int:
     """Do what the command line asks for; return how many numbers failed, or were not the same."""
     settings = _parser().parse_args(argv)
-    path = settings.out / f"{stem('search', small=settings.small)}.json"
-    failures = 0
-    for other in settings.merge or ():
-        write(path, merged(read(path), read(other)))
-    if not (settings.merge or settings.render):
+
+    def measure(path: Path) -> int:
         run = start("search", settings, argv)
         sizes = SMALL_SIZES if settings.small else SIZES[run.device.type]
         if settings.rows or settings.features:
             sizes = ((settings.rows or sizes[0][0], settings.features or sizes[0][1]),)
-        failures = sum(_measure(rows, width, run, path, settings) for rows, width in sizes)
-    render(settings.out, settings.small)
-    return failures
+        return sum(_measure(rows, width, run, path, settings) for rows, width in sizes)
+
+    return carried_out("search", settings, measure, render)
 
 
 def _measure(rows: int, width: int, run: Run, path: Path, settings: argparse.Namespace) -> int:
@@ -224,9 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--small", action="store_true", help="a few rows, to see that all runs")
     parser.add_argument("--seconds", type=float, help="to spend on each number: 3, or 0.5 with --small")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
-    parser.add_argument("--render", action="store_true", help="measure nothing, only write the tables again")
-    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+    result_options(parser)
     parser.set_defaults(profile=False)
     return parser
 

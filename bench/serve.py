@@ -26,9 +26,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from bench.command import say, start
+from bench.command import carried_out, result_options, say, start
 from bench.measure import Cell, Run, attempt
-from bench.record import Notes, Record, Recorder, judged, merged, read, shown, stem, table, write, write_page
+from bench.record import Notes, Record, Recorder, judged, shown, table, write_page
 from eigentrace.store import Folder
 from eigentrace.store.table import write_table
 
@@ -69,18 +69,15 @@ ASKED = ("explain", "explain/again")
 def main(argv: Sequence[str]) -> int:
     """Do what the command line asks for; return how many numbers failed."""
     settings = _parser().parse_args(argv)
-    path = settings.out / f"{stem('serve', small=settings.small)}.json"
-    failures = 0
-    for other in settings.merge or ():
-        write(path, merged(read(path), read(other)))
-    if not (settings.merge or settings.render):
+
+    def measure(path: Path) -> int:
         run = start("serve", settings, argv)
         rows = settings.rows or (SMALL_ROWS if settings.small else ROWS)
         with tempfile.TemporaryDirectory(prefix="bench-serve-") as place:
             made = make_run(Path(place) / "run", rows)
-            failures = _measure(made, rows, Recorder(run, path, str(rows), {"title": f"{rows:,}", "settings": {}}), run)
-    render(settings.out, settings.small)
-    return failures
+            return _measure(made, rows, Recorder(run, path, str(rows), {"title": f"{rows:,}", "settings": {}}), run)
+
+    return carried_out("serve", settings, measure, render)
 
 
 def make_run(path: Path, rows: int) -> Path:
@@ -303,9 +300,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, help="examples")
     parser.add_argument("--small", action="store_true", help="a few rows, to see that all runs")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="for the record's name only")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
-    parser.add_argument("--render", action="store_true", help="measure nothing, only write the tables again")
-    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+    result_options(parser)
     parser.set_defaults(profile=False, seconds=None)
     return parser
 

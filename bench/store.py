@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import eigentrace as et
-from bench.command import say, start
+from bench.command import carried_out, result_options, say, start
 from bench.measure import Cell, attempt, release
 from bench.peers.worker import Memory
-from bench.record import Notes, Record, Recorder, merged, read, shown, stem, table, write, write_page
+from bench.record import Notes, Record, Recorder, shown, table, write_page
 from eigentrace.store import Folder
 from eigentrace.store.table import write_table
 
@@ -44,20 +44,17 @@ STEPS = {
 def main(argv: Sequence[str]) -> int:
     """Do what the command line asks for; return how many numbers failed."""
     settings = _parser().parse_args(argv)
-    path = settings.out / f"{stem('store', small=settings.small)}.json"
-    failures = 0
-    for other in settings.merge or ():
-        write(path, merged(read(path), read(other)))
-    if not (settings.merge or settings.render):
+
+    def measure(path: Path) -> int:
         rows = settings.rows or (100_000 if settings.small else 10_000_000)
         scored = settings.scored or (5_000 if settings.small else 1_000_000)
         facts = {"title": f"{rows:,} × {settings.features}", "settings": {"scored": scored, "shard_rows": _SHARD}}
         recorder = Recorder(start("store", settings, argv), path, f"{rows}x{settings.features}", facts)
         with tempfile.TemporaryDirectory(dir=settings.cache) as folder:
             steps = _steps(Path(folder), rows, settings.features, scored)
-            failures = sum(_measured(recorder, name, step) for name, step in steps.items())
-    render(settings.out, settings.small)
-    return failures
+            return sum(_measured(recorder, name, step) for name, step in steps.items())
+
+    return carried_out("store", settings, measure, render)
 
 
 def _steps(base: Path, rows: int, width: int, scored: int) -> dict[str, tuple[Callable[[], float], int]]:
@@ -191,9 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scored", type=int, help="examples scored from end to end: 1M, or 5k with --small")
     parser.add_argument("--small", action="store_true", help="a few rows, to see that all runs")
     parser.add_argument("--cache", type=Path, help="where the runs lie while they are measured; a temporary folder")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
-    parser.add_argument("--render", action="store_true", help="measure nothing, only write the tables again")
-    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+    result_options(parser)
     parser.set_defaults(profile=False, device=_CPU, seconds=0.0)
     return parser
 

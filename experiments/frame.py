@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from bench.command import choices, say, start
+from bench.command import carried_out, choices, result_options, say, start
 from bench.measure import Cell, Run, attempt, described
-from bench.record import Record, Recorder, heading, merged, read, runs_of, stem, write
+from bench.record import Record, Recorder, heading, read, runs_of, stem
 from eigentrace.errors import InputError
 
 Records = dict[str, Record]
@@ -136,11 +136,8 @@ class Part:
 def main(experiment: Experiment, argv: Sequence[str]) -> int:
     """Do what the command line asks for; return how many numbers failed."""
     settings = _parser(experiment).parse_args(argv)
-    path = settings.out / f"{stem(experiment.name, small=settings.small)}.json"
-    failures = 0
-    for other in settings.merge or ():
-        write(path, merged(read(path), read(other)))
-    if not (settings.merge or settings.render):
+
+    def measure(path: Path) -> int:
         run = start(experiment.name, settings, argv, package="experiments")
         session = Session(run, settings, path)
         for name in settings.parts or experiment.parts:
@@ -148,9 +145,9 @@ def main(experiment: Experiment, argv: Sequence[str]) -> int:
             if "failed" in outcome:
                 say(f"{name}: {outcome['failed']}")
                 session.failures.append(name)
-        failures = len(session.failures)
-    render(experiment, settings.out, small=settings.small)
-    return failures
+        return len(session.failures)
+
+    return carried_out(experiment.name, settings, measure, lambda out, small: render(experiment, out, small=small))
 
 
 def render(experiment: Experiment, out: Path, *, small: bool) -> None:
@@ -199,9 +196,7 @@ def _parser(experiment: Experiment) -> argparse.ArgumentParser:
     parser.add_argument("--download", action="store_true", help="fetch public data into the folder if it is not there")
     parser.add_argument("--missing", action="store_true", help="measure only what is not in the results yet")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
-    parser.add_argument("--render", action="store_true", help="measure nothing, only write page and figures again")
-    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+    result_options(parser)
     parser.set_defaults(seconds=0.0, profile=False)
     experiment.options(parser)
     return parser

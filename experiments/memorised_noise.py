@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 import eigentrace as et
+from bench.command import result_options
 from bench.measure import described, reason
 from bench.record import table
 from eigentrace.errors import EigentraceWarning
@@ -205,9 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=1, help="how many trainings of each problem")
     parser.add_argument("--small", action="store_true", help="toy sizes, for a minute on a CPU")
     parser.add_argument("--device", help="cuda where there is one, else cpu; digits always run on the CPU")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
-    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
-    parser.add_argument("--render", action="store_true", help="measure nothing, only write the page again")
+    result_options(parser)
     return parser
 
 

@@ -134,10 +134,9 @@ class Pairs:
 
     def batch(self, rows: np.ndarray) -> Batch:
         """Return what the model reads and should say: sources, targets moved on by one, targets."""
-        # Not waited for: a training would stand still at every step until the one before it is done.
-        index = torch.from_numpy(rows).to(self.source.device, non_blocking=True)
-        source = self.source[index, : _rounded(self.source_lengths[rows].max())].long()
-        target = self.target[index, : _rounded(self.target_lengths[rows].max())].long()
+        index = torch.from_numpy(rows).to(self.source.device)
+        source = self.source[index, : rounded(self.source_lengths[rows].max())].long()
+        target = self.target[index, : rounded(self.target_lengths[rows].max())].long()
         return _shifted(source, target)
 
 
@@ -190,7 +189,7 @@ def padded(examples: list[tuple[Tensor, ...]]) -> Batch:
     sides = []
     for side in zip(*examples, strict=True):
         table = pad_sequence(list(side), batch_first=True, padding_value=PAD)
-        sides.append(F.pad(table, (0, _rounded(table.shape[1]) - table.shape[1]), value=PAD).long())
+        sides.append(F.pad(table, (0, rounded(table.shape[1]) - table.shape[1]), value=PAD).long())
     return _shifted(*sides)
 
 
@@ -199,7 +198,8 @@ def _shifted(source: Tensor, target: Tensor) -> Batch:
     return source, torch.cat([first, target[:, :-1]], dim=1), target
 
 
-def _rounded(width: Any) -> int:
+def rounded(width: Any) -> int:
+    """Return the width that tokens are laid out in where so many are needed."""
     return -(-int(width) // _ROUND) * _ROUND
 
 
@@ -318,7 +318,7 @@ def _table(source: np.ndarray, target: np.ndarray, lengths: np.ndarray) -> Pairs
     rows = np.flatnonzero((lengths.max(axis=0) <= LONGEST) & (lengths.min(axis=0) > 1))
     sides = []
     for flat, size in zip((source, target), lengths, strict=True):
-        table = np.full((len(rows), size[rows].max(initial=1)), PAD, dtype=np.int32)
+        table = np.full((len(rows), rounded(size[rows].max(initial=1))), PAD, dtype=np.int32)
         there = np.arange(table.shape[1]) < size[rows][:, None]
         keep = np.zeros(len(size), dtype=bool)
         keep[rows] = True

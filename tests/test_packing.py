@@ -9,26 +9,14 @@ import torch.nn.functional as F
 
 from experiments.models.packing import batches, logits_of, packed, planned
 from experiments.models.transformer import Recipe, make_transformer, train_transformer
-from experiments.translation import BEGIN, END, PAD, Pairs
+from experiments.translation import BEGIN, PAD, Pairs
+from make_pairs import make_pairs
 
 WIDTH = 14
 TINY = Recipe(8, 2, 2, words=30, dropout=0.0)
 
 
-def _pairs(sizes, seed=0):
-    """Make pairs of (source, target) sizes, END included."""
-    draw = np.random.default_rng(seed)
-    sides = []
-    for side in zip(*sizes, strict=True):
-        table = np.full((len(sizes), max(side)), PAD, dtype=np.int32)
-        for row, size in zip(table, side, strict=True):
-            row[: size - 1] = draw.integers(4, 30, size - 1)
-            row[size - 1] = END
-        sides.append(torch.from_numpy(table))
-    return Pairs(*sides, np.arange(len(sizes)))
-
-
-MANY = _pairs([tuple(size) for size in np.random.default_rng(1).integers(2, 10, (40, 2))])
+MANY = make_pairs(np.random.default_rng(1).integers(2, 10, (40, 2)))
 
 
 @pytest.fixture
@@ -69,7 +57,7 @@ def test_batches_follow_from_their_seed():
 
 
 def test_rows_are_filled_until_either_side_is_full():
-    pairs = _pairs([(4, 3), (3, 6), (3, 2), (2, 2), (10, 2), (2, 2)])
+    pairs = make_pairs([(4, 3), (3, 6), (3, 2), (2, 2), (10, 2), (2, 2)])
     plan = planned(pairs, np.arange(6), 10)
     assert plan.rows.tolist() == [0, 0, 1, 1, 2, 3]
     assert plan.source.tolist() == [0, 4, 0, 3, 0, 0]
@@ -82,7 +70,7 @@ def test_rows_are_filled_until_either_side_is_full():
 
 
 # The last of these fills the source's side of its row, so that padding of the target has nothing of its own there.
-@pytest.mark.parametrize("pairs", [MANY, _pairs([(5, 3), (5, 4), (4, 2)])], ids=["many", "full"])
+@pytest.mark.parametrize("pairs", [MANY, make_pairs([(5, 3), (5, 4), (4, 2)])], ids=["many", "full"])
 def test_loss_and_gradient_are_those_of_the_pairs_one_by_one(model, pairs):
     sides = packed(pairs, planned(pairs, np.arange(len(pairs)), WIDTH))
     params = list(model.parameters())
@@ -98,7 +86,7 @@ def test_loss_and_gradient_are_those_of_the_pairs_one_by_one(model, pairs):
 
 def test_no_pair_sees_another(model):
     sizes = [(4, 3), (3, 6), (4, 3)]
-    pairs, other = _pairs(sizes), _pairs(sizes, seed=1)
+    pairs, other = make_pairs(sizes), make_pairs(sizes, seed=1)
     plan = planned(pairs, np.arange(3), WIDTH)
     assert plan.rows.tolist() == [0, 0, 0]
     for changed in range(3):
@@ -132,7 +120,7 @@ def test_a_sentence_begins_with_its_own_beginning(model, monkeypatch):
 def test_training_on_a_gpu_is_repeatable_to_the_bit():
     # Wide enough for the attention and matrix kernels of real sizes, which add up in parallel where they may.
     draw = np.random.default_rng(0)
-    pairs = _pairs([tuple(size) for size in draw.integers(2, 60, (2000, 2))]).to(torch.device("cuda"))
+    pairs = make_pairs(draw.integers(2, 60, (2000, 2))).to(torch.device("cuda"))
     recipe = Recipe(256, 2, 4, words=2000, steps=40, tokens=4096, warm_up=10, dropout=0.1)
     seen = []
     for _ in range(2):

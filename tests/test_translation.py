@@ -23,7 +23,6 @@ from experiments.translation import (
     UNKNOWN,
     Corpora,
     Ordered,
-    Pairs,
     Subwords,
     Texts,
     padded,
@@ -33,21 +32,14 @@ from experiments.translation import (
     translation_task,
 )
 from experiments.withheld import together, withheld
+from make_pairs import make_pairs
 
 CPU = torch.device("cpu")
 TINY = Recipe(8, 1, 2, words=30, steps=6, tokens=40, row=20, warm_up=3, save_every=2)
 
 
 def _pairs(count=12, seed=0, longest=9):
-    draw = np.random.default_rng(seed)
-    sides = []
-    for _ in range(2):
-        table = np.full((count, longest), PAD, dtype=np.int32)
-        for row, size in zip(table, draw.integers(2, longest + 1, count), strict=True):
-            row[: size - 1] = draw.integers(4, 30, size - 1)
-            row[size - 1] = END
-        sides.append(torch.from_numpy(table))
-    return Pairs(*sides, np.arange(count))
+    return make_pairs(np.random.default_rng(seed).integers(2, longest + 1, (count, 2)), seed)
 
 
 def _write(path, head, rows):

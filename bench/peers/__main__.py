@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from bench.command import choices, say, start
+from bench.command import carried_out, choices, result_options, say, start
 from bench.measure import Cell, Run, attempt, described, reason
 from bench.peers import truth
 from bench.peers.method import METHODS, Entry, is_asked
@@ -26,7 +26,7 @@ from bench.peers.page import render
 from bench.peers.problem import Problem, make_problem
 from bench.peers.problem import described as agreement
 from bench.peers.problems import EMBEDDED, PROBLEMS, SMALL
-from bench.record import Recorder, merged, read, stem, write
+from bench.record import Recorder, read
 
 NOT_INSTALLED = "not installed"
 
@@ -35,13 +35,9 @@ def main(argv: Sequence[str]) -> int:
     """Do what the command line asks for; return how many methods failed."""
     settings = _parser().parse_args(argv)
     torch.set_num_threads(1)
-    path = settings.out / f"{stem('peers', small=settings.small)}.json"
-    failures = 0
-    if settings.merge:
-        for other in settings.merge:
-            write(path, merged(read(path), read(other)))
-    elif not settings.render:
-        run = start("peers", settings, argv)
+
+    def measure(path: Path) -> int:
+        run, failures = start("peers", settings, argv), 0
         names = settings.problems or [name for name in PROBLEMS if settings.data or name in EMBEDDED]
         prepared = []
         for name in names:
@@ -52,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
                 failures += 1
                 continue
             prepared += [ready] if ready else []
-        failures += _measure(prepared, path, settings)
-    render(settings.out, settings.small)
-    return failures
+        return failures + _measure(prepared, path, settings)
+
+    return carried_out("peers", settings, measure, render)
 
 
 def _prepared(name: str, run: Run, path: Path, settings: argparse.Namespace) -> tuple[Problem, Recorder] | None:
@@ -179,9 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="folder of the data that is not embedded")
     parser.add_argument("--cache", type=Path, default=Path("runs/peers"), help="keeps trained networks")
     parser.add_argument("--retrain", action="store_true", help="only train the ground truth of the counterfactuals")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
-    parser.add_argument("--render", action="store_true", help="measure nothing, only write the tables again")
-    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+    result_options(parser)
     parser.set_defaults(seconds=0.0, profile=False)
     return parser
 

@@ -1,6 +1,6 @@
 """Several sentence pairs in one row, as in the paper: none of them sees another, and each begins at the first position.
 
-Rows are then nearly full on both sides, and all batches of one shape.
+Rows are then nearly full on both sides, and batches of one shape but for the last of a pass.
 """
 
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ class Side(NamedTuple):
 
 
 def packed(pairs: Pairs, plan: Plan) -> tuple[Side, Side]:
-    """Put the tokens of a batch into its rows, on the device of the pairs and without waiting for it."""
+    """Put the tokens of a batch into its rows, on the device of the pairs."""
     first = np.searchsorted(plan.rows, plan.rows)
     numbers = np.arange(len(plan.rows)) - first + 1
 
@@ -85,6 +85,7 @@ def packed(pairs: Pairs, plan: Plan) -> tuple[Side, Side]:
         found = np.zeros((3, plan.count * plan.width), dtype=np.int64)
         here = np.repeat(plan.rows * plan.width + starts, sizes) + place
         found[:, here] = np.repeat(plan.pairs, sizes), place, np.repeat(numbers, sizes)
+        # Not waited for: a training would stand still at every step until the one before it is done.
         there = torch.from_numpy(found.reshape(3, plan.count, plan.width)).to(table.device, non_blocking=True)
         return Side(table[there[0], there[1]].long().masked_fill(there[2] == 0, PAD), there[2], there[1])
 
