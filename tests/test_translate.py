@@ -62,6 +62,25 @@ def test_greedy_takes_the_best_token_of_the_plain_forward(model):
     assert not model.training
 
 
+def test_token_by_token_is_the_plain_forward_whoever_goes_on():
+    model = make_transformer(Recipe(16, 3, 2, words=WORDS, dropout=0.1), CPU, 0).double().eval()
+    source = _sources().long()
+    mask = source != PAD
+    said = torch.randint(4, WORDS, (len(source), 6))
+    with torch.no_grad():
+        decoding = translate.Decoding(model, model.encode(source, mask), mask)
+        for place in range(said.shape[1]):
+            found = decoding.next(said[:, place])
+            logits = model(source, said[:, : place + 1], mask)[:, -1]
+            logits[:, [PAD, BEGIN]] = float("-inf")
+            torch.testing.assert_close(found, logits.log_softmax(dim=1), rtol=1e-12, atol=1e-12)
+            if place in (1, 3):
+                # One is left out, one comes twice, all in another order.
+                rows = torch.tensor([2, 0, 5, 5, 1, 3])[: len(source) - (place == 3)]
+                decoding.take(rows)
+                source, mask, said = source[rows], mask[rows], said[rows]
+
+
 def test_padding_has_no_say(model):
     sources = _sources()
     wide = torch.nn.functional.pad(sources, (0, 9), value=PAD)

@@ -2,17 +2,16 @@
 
 Beam search compares translations as the example of Flax that the paper names: Y, its end counted, is worth
 log p(Y) / ((5 + |Y|) / 6)^0.6. It stops by a rule of its own, when as many translations of a sentence have ended as the
-beam is wide. Nothing is kept from one step to the next but tokens: all positions are computed again, which for
-sentences costs little on a GPU.
+beam is wide.
 """
 
 from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bench.models import Transformer
+from bench.models import DecoderBlock, Transformer, attend
 from experiments.translation import BEGIN, END, LONGEST, PAD
 
 ALPHA = 0.6
@@ -67,26 +66,78 @@ def _batches(sources: Tensor, tokens: int) -> Iterator[Tensor]:
         start += count
 
 
-def _next(model: Transformer, said: Tensor, memory: Tensor, mask: Tensor) -> Tensor:  # (R, words)
-    """Return the log-probabilities of what comes after what was said, (R, t)."""
-    logits = model.head(model.decode(said, memory, mask)[:, -1]).float()
-    logits[:, _NEVER] = float("-inf")
-    return logits.log_softmax(dim=1)
+class Decoding:
+    """Translations that grow by a token at a time; what attention needs of the tokens before is kept."""
+
+    def __init__(self, model: Transformer, memory: Tensor, mask: Tensor) -> None:
+        self.model, self.mask, self.place = model, mask, 0
+        self.blocks = [_Block(block, memory) for block in model.decoder]
+
+    def next(self, tokens: Tensor) -> Tensor:  # (R,) -> (R, words)
+        """Add a token to each; return the log-probabilities of what comes after it."""
+        x = self.model.embed(tokens[:, None], torch.tensor([[self.place]], device=tokens.device))
+        for block in self.blocks:
+            x = block(x, self.mask)
+        self.place += 1
+        logits = self.model.head(self.model.last_norms[1](x)[:, 0])
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits[:, _NEVER] = float("-inf")
+        return logits.log_softmax(dim=1)
+
+    def take(self, rows: Tensor) -> None:
+        """Go on with some of the translations, in a new order; one may come several times."""
+        self.mask = self.mask[rows]
+        for block in self.blocks:
+            block.take(rows)
+
+
+class _Block:
+    """A block of the decoder with its keys and values: of the source, and of the positions so far."""
+
+    def __init__(self, block: nn.Module, memory: Tensor) -> None:
+        assert isinstance(block, DecoderBlock)
+        self.block = block
+        self.across = block.cross.key_value(memory).chunk(2, dim=-1)
+        self.own: tuple[Tensor, ...] = tuple(t[:, :0] for t in self.across)
+
+    def __call__(self, x: Tensor, mask: Tensor) -> Tensor:  # (R, 1, width), like what it returns
+        block = self.block
+        x = block.residual(x, block.norms[0], self._own)
+        x = block.residual(x, block.norms[1], lambda x: self._across(x, mask))
+        return block.residual(x, block.norms[2], block.feed_forward)
+
+    def _own(self, x: Tensor) -> Tensor:
+        layer = self.block.attention
+        query, *new = layer.qkv(x).chunk(3, dim=-1)
+        self.own = tuple(torch.cat(pair, dim=1) for pair in zip(self.own, new, strict=True))
+        key, value = self.own
+        return layer.out(attend(query, key, value, layer.heads, causal=False))
+
+    def _across(self, x: Tensor, mask: Tensor) -> Tensor:
+        layer = self.block.cross
+        key, value = self.across
+        return layer.out(attend(layer.query(x), key, value, layer.heads, causal=False, mask=mask))
+
+    def take(self, rows: Tensor) -> None:
+        self.own, self.across = (tuple(table[rows] for table in pair) for pair in (self.own, self.across))
 
 
 def _greedy(model: Transformer, source: Tensor, longest: int, _: int = 1) -> list[list[int]]:
     mask = source != PAD
-    memory = model.encode(source, mask)
+    decoding = Decoding(model, model.encode(source, mask), mask)
     rows = torch.arange(len(source), device=source.device)
     said = torch.full((len(source), 1), BEGIN, device=source.device)
     found: list[list[int]] = [[] for _ in source]
     while len(rows) and said.shape[1] <= longest:
-        token = _next(model, said, memory, mask).argmax(dim=1)
+        token = decoding.next(said[:, -1]).argmax(dim=1)
         said = torch.cat([said, token[:, None]], dim=1)
         ended = token == END
-        _store(found, rows[ended], said[ended, 1:-1])
-        # Sentences that are done take no more part.
-        rows, said, memory, mask = (t[~ended] for t in (rows, said, memory, mask))
+        if ended.any():
+            _store(found, rows[ended], said[ended, 1:-1])
+            # Sentences that are done take no more part.
+            going = (~ended).nonzero().flatten()
+            rows, said = rows[going], said[going]
+            decoding.take(going)
     _store(found, rows, said[:, 1:])
     return found
 
@@ -100,7 +151,7 @@ def _beams(model: Transformer, source: Tensor, longest: int, beam: int) -> list[
     """Follow the most probable beginnings of each sentence; beams of one sentence stand one after the other."""
     device = source.device
     mask = source != PAD
-    memory = model.encode(source, mask)
+    decoding = Decoding(model, *(t.repeat_interleave(beam, dim=0) for t in (model.encode(source, mask), mask)))
     rows = torch.arange(len(source), device=device)
     said = torch.full((len(source), beam, 1), BEGIN, device=device)
     # All begin alike: at first there is only one.
@@ -109,8 +160,7 @@ def _beams(model: Transformer, source: Tensor, longest: int, beam: int) -> list[
     best = [(float("-inf"), list[int]()) for _ in source]
     done = torch.zeros(len(source), dtype=torch.long, device=device)
     for length in range(1, longest + 1):
-        wide = [t.repeat_interleave(beam, dim=0) for t in (memory, mask)]
-        after = scores[:, :, None] + _next(model, said.flatten(0, 1), *wide).unflatten(0, (-1, beam))
+        after = scores[:, :, None] + decoding.next(said[:, :, -1].flatten()).unflatten(0, (-1, beam))
         # Twice as many as are followed: as many as end at this step may be among them.
         values, places = after.flatten(1).topk(min(2 * beam, after[0].numel()), dim=1)
         token, parent = places % after.shape[2], places // after.shape[2]
@@ -123,13 +173,15 @@ def _beams(model: Transformer, source: Tensor, longest: int, beam: int) -> list[
         values = values.masked_fill(token == END, float("-inf"))
         scores, chosen = values.topk(beam, dim=1)
         said = tried.gather(1, chosen[:, :, None].expand(-1, -1, length + 1))
+        followed = beam * torch.arange(len(rows), device=device)[:, None] + parent.gather(1, chosen)
         if length == longest:
             _compare(best, rows, worth(scores, length), said[:, :, 1:], (done < beam)[:, None] & scores.isfinite())
             break
         going = (done < beam) & scores[:, 0].isfinite()
-        rows, said, scores, memory, mask, done = (t[going] for t in (rows, said, scores, memory, mask, done))
+        rows, said, scores, done = (t[going] for t in (rows, said, scores, done))
         if not len(rows):
             break
+        decoding.take(followed[going].flatten())
     return [tokens for _, tokens in best]
 
 
