@@ -19,11 +19,13 @@ What differs from that example:
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,6 +84,8 @@ def train_transformer(
     seed: int,
     unfinished: Path | None = None,
     after: Callable[[int], None] = lambda step: None,
+    *,
+    record: bool = True,
 ) -> None:
     """Train in place, on the device that the pairs lie on.
 
@@ -95,11 +99,13 @@ def train_transformer(
         unfinished: A file that keeps the state every so many steps, so that the same call goes on from there.
         after: Called with the number of steps done, after each of them. It may leave the model in eval mode and draw
             random numbers: neither changes the training.
+        record: On a GPU, record the kernels of a step once and play them again from then on: the same numbers, sooner.
     """
     device = pairs.source.device
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.Adam(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), eps=1e-9, fused=on_gpu)
     begin = _resumed(model, optimizer, unfinished)
+    gradients = _Gradients(model, recipe.smoothing, record and on_gpu)
     with torch.random.fork_rng(devices=[device] if on_gpu else []):
         drawn = batches(pairs, recipe.row, recipe.tokens, seed)
         for step, plan in enumerate(islice(drawn, begin, recipe.steps), start=begin):
@@ -108,12 +114,8 @@ def train_transformer(
             model.train()
             for group in optimizer.param_groups:
                 group["lr"] = recipe.lr * rate(step + 1, recipe.warm_up)
-            with _repeatable():
-                loss = _loss(model, *packed(pairs, plan), recipe.smoothing)
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
+            gradients(*packed(pairs, plan))
+            optimizer.step()
             if unfinished is not None and (step + 1) % recipe.save_every == 0 and step + 1 < recipe.steps:
                 state = {"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 keep(unfinished, state)
@@ -123,17 +125,81 @@ def train_transformer(
         unfinished.unlink(missing_ok=True)
 
 
+class _Gradients:
+    """Gives the parameters the gradient of a batch, shortened if it is long.
+
+    A small network's step is thousands of kernels that take longer to launch one by one than to run. So all of a step
+    are recorded, once a shape of batch has come a few times, and launched as one from then on. Most batches are of one
+    shape; the last of a pass has fewer rows.
+    """
+
+    BEFORE = 3
+    """Plain steps of a shape before it is recorded: libraries allocate what they need in the first."""
+
+    def __init__(self, model: Transformer, smoothing: float, record: bool) -> None:
+        self.model, self.smoothing, self.record = model, smoothing, record
+        self.seen: Counter[torch.Size] = Counter()
+        self.recordings: dict[torch.Size, _Recording] = {}
+        # One is played at a time, so all may use the same memory.
+        self.pool = torch.cuda.graph_pool_handle() if record else None
+
+    def __call__(self, source: Side, target: Side) -> None:
+        shape = source.tokens.shape
+        self.seen[shape] += 1
+        if self.record and self.seen[shape] == self.BEFORE + 1:
+            self.recordings[shape] = _Recording(self.plain, self.model, self.pool, source, target)
+        if shape in self.recordings:
+            self.recordings[shape].play(source, target)
+        else:
+            self.plain(source, target)
+
+    def plain(self, source: Side, target: Side) -> None:
+        """Launch kernel by kernel."""
+        with _repeatable():
+            loss = _loss(self.model, source, target, self.smoothing)
+            self.model.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+
+class _Recording:
+    """What a function of a batch launches on the GPU, to be launched again for other batches of the same shape."""
+
+    def __init__(self, work: Callable[[Side, Side], None], model: nn.Module, pool: Any, *sides: Side) -> None:
+        # What is played reads these tensors and writes those gradients, whatever they hold.
+        self.read = tuple(Side(*(tensor.clone() for tensor in side)) for side in sides)
+        self.parameters = list(model.parameters())
+        self.graph = torch.cuda.CUDAGraph()
+        # Gradients that are there already would be kept and added to.
+        model.zero_grad(set_to_none=True)
+        with torch.cuda.graph(self.graph, pool):
+            work(*self.read)
+        self.written = [parameter.grad for parameter in self.parameters]
+
+    def play(self, *sides: Side) -> None:
+        for place, tensor in zip(chain(*self.read), chain(*sides), strict=True):
+            place.copy_(tensor)
+        # Random numbers follow the generator's seed, as if they were drawn now.
+        self.graph.replay()
+        for parameter, gradient in zip(self.parameters, self.written, strict=True):
+            parameter.grad = gradient
+
+
 @contextmanager
 def _repeatable() -> Iterator[None]:
     """Have sums always taken in one order."""
     # PyTorch refuses matrix products on a GPU without it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    # Nothing here reads what it has not written, so filling new tensors first would only cost time.
+    settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]
 
 
 def rate(step: int, warm_up: int) -> float:

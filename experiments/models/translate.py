@@ -21,7 +21,7 @@ _NEVER = [PAD, BEGIN]
 
 @torch.no_grad()
 def translated(
-    model: Transformer, sources: Tensor, *, beam: int = 1, tokens: int = 16_384, longest: int = LONGEST
+    model: Transformer, sources: Tensor, *, beam: int = 1, tokens: int = 65_536, longest: int = LONGEST
 ) -> list[list[int]]:
     """Translate sentences on the device of the model, in bfloat16 on a GPU.
 
