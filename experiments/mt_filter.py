@@ -13,7 +13,7 @@ import numpy as np
 from bench.measure import Cell
 from eigentrace.evaluate import retrieval
 from experiments.frame import Experiment, Part, Session, main
-from experiments.mt_filter_page import ABOUT, SELECTIONS, figures, label, tables
+from experiments.mt_filter_page import ABOUT, SEEN, SELECTIONS, VERDICT, figures, label, tables
 from experiments.mt_selection import PER_TOKEN, SCORES, Bench, begin, measure_choice, options, size_of
 from experiments.noisy_corpus import CLEAN, KINDS, WITHOUT_VERDICT, NoisyCorpus, described
 from experiments.prefilters import Prefiltered, languages_told, learned_languages
@@ -99,6 +99,8 @@ EXPERIMENT = Experiment(
     tables,
     figures,
     options,
+    VERDICT,
+    SEEN,
 )
 
 if __name__ == "__main__":

@@ -103,6 +103,25 @@ subwords are left out.
 then be trained on by several processes at the same time, each into an `--out` of its own, to be put together by
 `--merge`. With `--small`, phrases of a small grammar stand in: it shows that everything runs, and nothing else.
 """
+VERDICT = """\
+Not all selections have been trained on yet, the prefilter among them; what is here comes of one training each.
+
+The order of the paper is not seen. It has Arnoldi ahead of RandProj at every size, and a tenth ahead of everything.
+Here a tenth by Arnoldi is worth no more than a tenth at random (8.9 and 8.4 BLEU on captions after 3,000 steps), by
+RandProj twice that (17.7), and all pairs more than any selection (21.8; on news 4.0, where no selection reaches 1). The
+selections are clean, 77 to 91% instead of 24%, but short: 5 to 8 subwords, where all pairs have 19. Nothing about
+longer sentences is learned from them. 1% are 1,500 pairs here, a million in the paper. Whether cleaning pays where
+length is no matter, the rows per token and at 25 and 50% will say.
+
+As rankings of noise: the paper's score, RandProj and ours find noise about equally well as sums (AUC 72), per token
+ours is ahead (81.8; the paper's 80.2, RandProj 78.5), and the loss per token well ahead of all (90.3, for a third of
+the time). On the pairs that people judged the order is the same but for the paper's score, which is close to chance
+(52.9; ours 59.5, the loss 67.3). Captions of one photo, which are translations of nothing but mean the same, are what
+the paper's score finds best, and pairs of numbers and addresses what it finds worst. No score is below zero."""
+SEEN = (
+    "Arnoldi's tenth ahead of RandProj's and of all pairs: not seen, on a corpus 700 times smaller, where the lowest "
+    "scores are the shortest pairs. Not all rows have run yet."
+)
 _RULES = ("AFRL", "Alibaba", "Microsoft", "all")
 
 
@@ -201,6 +220,8 @@ def _bleu(record: Record, notes: Notes) -> list[str]:
     cells, rows = record["cells"], []
     for way, percent in _ALL:
         cell = cells.get(label(way, percent))
+        if cell is None and (way, percent) not in PAPER:
+            continue
         paper = [f"{value:.1f}" for value in PAPER.get((way, percent), ())] or ["–", "–"]
         size = shown(cell, "percent", ".0f", notes) if percent is None else str(percent)
         rows.append((way, size, *paper, *bleu_numbers(cell, record, notes)))
@@ -209,11 +230,13 @@ def _bleu(record: Record, notes: Notes) -> list[str]:
 
 
 def makeup_table(cells: dict[str, Cell], names: Sequence[str], notes: Notes) -> list[str]:
-    """Lay out what selections consist of."""
+    """Lay out what the selections that were made consist of."""
     rows = []
     for name in names:
-        cell = cells.get(name)
-        kinds = (cell or {}).get("kinds", {})
+        if name not in cells:
+            continue
+        cell = cells[name]
+        kinds = cell.get("kinds", {})
         shares = [f"{kinds[kind]:.1f}" if kind in kinds else "–" for kind in KINDS]
         rows.append((name, shown(cell, "pairs", ",d", notes), shown(cell, "length", ".1f", notes), *shares))
     return table(("selection", "pairs", "subwords of the longer side", *(f"{kind}, %" for kind in KINDS)), rows)

@@ -50,6 +50,12 @@ that is trained again and its numbers of steps are those of mt_filter.
 `--cache` if `--score-precision` is the same, or makes them. Each row is a part, so that several processes can share the
 work. With `--small`, phrases of a small grammar stand in: it shows that everything runs, and nothing else.
 """
+VERDICT = """\
+Not all rows have been trained on yet, what nothing is dropped from among them; what is here comes of one training each.
+
+Dropping a quarter by the paper's score leaves more than dropping a quarter at random: 25.6 against 20.5 BLEU on
+captions after 3,000 steps, 4.3 against 3.0 on news; so does our tail on captions (22.6), not on news (2.5). As in the
+paper, a quarter is better than a half (22.6 and 2.6)."""
 
 
 def label(way: str, percent: int | None) -> str:
@@ -78,6 +84,8 @@ def tables(records: Records) -> list[str]:
     for way, percent in _ALL:
         cell = record["cells"].get(label(way, percent))
         paper = PAPER.get((way, percent))
+        if cell is None and paper is None:
+            continue
         clean = (cell or {}).get("kinds", {}).get("clean")
         rows.append(
             (
@@ -110,6 +118,11 @@ EXPERIMENT = Experiment(
     tables,
     figures,
     options,
+    VERDICT,
+    seen=(
+        "Dropping by self-influence helps: by a quarter more than at random, and more than by a half. What nothing is "
+        "dropped from has not run yet."
+    ),
 )
 
 if __name__ == "__main__":
