@@ -54,10 +54,9 @@ others none. Lengths are counted in subwords.
 - The pairs shown are drawn at random among those of at most {SHORT} letters a side, {SHOWN_EACH} from each range.
 
 `python -m experiments.mt_exemplars --data FOLDER --score-precision bf16` reads the network and the fits that
-mt_retrieval left in `--cache`, and then takes half a minute on an H200. With `--small`, phrases of a small grammar stand in, a third of them exchanged and
-called misaligned.
+mt_retrieval left in `--cache`, and then takes half a minute on an H200. With `--small`, phrases of a small grammar
+stand in, a third of them exchanged and called misaligned.
 """
-
 VERDICT = """\
 The paper's ends are half seen. At the bottom are boilerplate and phrases of everyday use, mostly right but not very
 short, and not all: one of the three drawn is no translation. Of the three at the top one is not either; the others are

@@ -1,7 +1,7 @@
 """Self-influence on top of rules: dropping the highest scores of what a prefilter has left (section 5.2 of the paper).
 
 python -m experiments.mt_prefiltered --small          # phrases of a small grammar, on a CPU
-python -m experiments.mt_prefiltered --data FOLDER    # with the scores that mt_filter kept, minutes on a GPU
+python -m experiments.mt_prefiltered --data FOLDER    # with the scores that mt_filter kept, on a GPU
 """
 
 import sys
@@ -22,6 +22,7 @@ from experiments.mt_selection import (
     begin,
     measure_choice,
     options,
+    over_seeds,
 )
 
 NOTHING = "nothing"
@@ -79,7 +80,7 @@ def tables(records: Records) -> list[str]:
     """Lay out BLEU beside the paper's, and what is left."""
     if "dropped" not in records:
         return []
-    record, notes = records["dropped"], Notes()
+    record, notes = over_seeds(records["dropped"]), Notes()
     rows = []
     for way, percent in _ALL:
         cell = record["cells"].get(label(way, percent))
@@ -95,9 +96,11 @@ def tables(records: Records) -> list[str]:
                 *bleu_numbers(cell, record, notes),
                 shown(cell, "pairs", ",d", notes),
                 "–" if clean is None else f"{clean:.1f}",
+                shown(cell, "trainings", "d", notes),
             )
         )
-    headings = ("dropped by", "%", "paper: newstest2016", *bleu_columns(record).values(), "pairs left", "clean, %")
+    numbers = (*bleu_columns(record).values(), "pairs left", "clean, %", "trainings")
+    headings = ("dropped by", "%", "paper: newstest2016", *numbers)
     names = [label(*one) for one in _ALL]
     return [*table(headings, rows), "", *makeup_table(record["cells"], names, notes), "", *notes.lines()]
 
@@ -107,7 +110,7 @@ def figures(records: Records, *, small: bool) -> dict[str, str]:
     if "dropped" not in records:
         return {}
     rows = {way: {0: label(NOTHING, None)} | {percent: label(way, percent) for percent in DROPPED} for way in WAYS}
-    return bleu_figures(records["dropped"], rows, "dropped of what the rules leave, %")
+    return bleu_figures(over_seeds(records["dropped"]), rows, "dropped of what the rules leave, %")
 
 
 EXPERIMENT = Experiment(

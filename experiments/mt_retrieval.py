@@ -1,7 +1,7 @@
 """Sentence pairs with exchanged translations, found by self-influence (Table 2 of the paper).
 
 python -m experiments.mt_retrieval --small                       # phrases of a small grammar, half a minute on a CPU
-python -m experiments.mt_retrieval --data FOLDER                 # Transformer Base on 108,700 pairs, 15 minutes on an H200
+python -m experiments.mt_retrieval --data FOLDER                 # Transformer Base, 108,700 pairs, 15 minutes on a GPU
 python -m experiments.mt_retrieval --data FOLDER --parts network # trained once, kept in --cache
 python -m experiments.mt_retrieval --data FOLDER --parts all_arnoldi,all_tail --out ELSEWHERE
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import eigentrace as et
 from bench.measure import Cell, clocked, release, with_seconds
+from bench.record import Record
 from experiments.bleu import bleu
 from experiments.frame import Part, Session
 from experiments.models.kept import name_of
@@ -204,38 +205,57 @@ def _split(tokens: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
     return [tokens[a:b].tolist() for a, b in pairwise(ends)]
 
 
-def retrained(bench: Bench, rows: np.ndarray) -> Cell:
-    """Train on some rows, with each seed, and take BLEU."""
+def retrained(bench: Bench, rows: np.ndarray, seed: int) -> Cell:
+    """Train on some rows and take BLEU."""
     test = bench.corpora.pairs("test")
     texts = bench.corpora.texts("test").take(test.rows)
-    places = {name: [k for k, said in enumerate(texts.verdicts) if said.startswith(name)] for name in SETS}
-    found: dict[str, list[float]] = {}
-    seconds = []
-    for seed in bench.session.seeds:
-        by_steps, took = translations(bench, rows, seed)
-        seconds.append(took)
-        for steps, tokens in by_steps.items():
-            guesses = bench.corpora.subwords.text(tokens)
-            for name, here in places.items():
-                value = bleu([guesses[k] for k in here], [texts.english[k] for k in here])
-                found.setdefault(bleu_key(name, steps), []).append(value)
-    cell: Cell = {key: mean(values) for key, values in found.items()} | {"seconds": mean(seconds)}
-    if len(seconds) > 1:
-        cell |= {f"{key}_deviation": stdev(values) for key, values in found.items()}
+    by_steps, took = translations(bench, rows, seed)
+    cell: Cell = {"seconds": took}
+    for steps, tokens in by_steps.items():
+        guesses = bench.corpora.subwords.text(tokens)
+        for name in SETS:
+            here = [place for place, said in enumerate(texts.verdicts) if said.startswith(name)]
+            cell[bleu_key(name, steps)] = bleu([guesses[k] for k in here], [texts.english[k] for k in here])
     return cell
 
 
 def measure_choice(part: Part, title: str, choose: Callable[[Bench], np.ndarray]) -> None:
-    """Train again on the pairs that are chosen; say what they are and what they are worth."""
-    if part.has(title):
-        return
+    """Train again on the pairs that are chosen, with each seed; say what they are and what they are worth."""
+    wanted = {seed: name for seed in part.session.seeds if not part.has(name := seeded(title, seed))}
 
-    def work() -> Cell:
+    def work(seed: int) -> Cell:
         bench = Bench.of(part.session)
         rows = choose(bench)
-        return bench.makeup(rows) | retrained(bench, rows)
+        return bench.makeup(rows) | retrained(bench, rows, seed)
 
-    part.cell(title, work)
+    for seed, name in wanted.items():
+        part.cell(name, lambda seed=seed: work(seed))  # type: ignore[misc]
+
+
+_SEED = ", seed "
+
+
+def seeded(title: str, seed: int) -> str:
+    """Name the numbers of a training; those of the first seed bear the title alone."""
+    return f"{title}{_SEED}{seed}" if seed else title
+
+
+def over_seeds(record: Record) -> Record:
+    """Put the trainings of each choice together: means, and deviations where there are several."""
+    trainings: dict[str, list[Cell]] = {}
+    for name, cell in record["cells"].items():
+        trainings.setdefault(name.partition(_SEED)[0], []).append(cell)
+    return record | {"cells": {title: _mean(cells) for title, cells in trainings.items()}}
+
+
+def _mean(trainings: list[Cell]) -> Cell:
+    """What the choice consists of is the same for all; a training that failed counts only if all did."""
+    cells = [cell for cell in trainings if "failed" not in cell] or trainings
+    found = dict(cells[0])
+    for key in [key for key in found if "@" in key and len(cells) > 1]:
+        values = [cell[key] for cell in cells]
+        found |= {key: mean(values), f"{key}_deviation": stdev(values)}
+    return found | {"trainings": len(cells)}
 
 
 def bleu_key(name: str, steps: int) -> str:
@@ -247,7 +267,7 @@ def begin(session: Session, name: str, title: str) -> Part:
     """Begin a part whose numbers come from training again."""
     recipe, at = recipe_of(session)
     settings = {"network": repr(size_of(session)), "retrained": repr(recipe), "at": list(at)}
-    return session.part(name, title, settings | {"seeds": session.settings.seeds})
+    return session.part(name, title, settings)
 
 
 def options(parser: argparse.ArgumentParser) -> None:

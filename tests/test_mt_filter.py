@@ -31,6 +31,7 @@ from experiments.mt_selection import (
     Bench,
     bleu_key,
     lowest,
+    over_seeds,
     retrained,
 )
 from experiments.noisy_corpus import CLEAN, KINDS
@@ -136,17 +137,41 @@ def test_looking_does_not_change_a_training(bench):
     assert torch.equal(seen[2], shorter.embedding.weight)
 
 
-def test_bleu_is_the_mean_over_trainings_and_trainings_are_kept(bench, monkeypatch):
+def test_trainings_are_kept_and_follow_from_their_seed(bench, monkeypatch):
     rows = bench.chosen(ORACLE)[:60]
-    cell = retrained(bench, rows)
-    for name in SETS:
-        for steps in SMALL_STEPS:
-            assert 0 <= cell[bleu_key(name, steps)] <= 100
-            assert cell[bleu_key(name, steps) + "_deviation"] >= 0
+    cells = [retrained(bench, rows, seed) for seed in (0, 1)]
+    for cell in cells:
+        assert all(0 <= cell[bleu_key(name, steps)] <= 100 for name in SETS for steps in SMALL_STEPS)
+    assert cells[0] != cells[1]
     monkeypatch.setattr(mt_selection, "train_transformer", None)
-    assert retrained(bench, rows) == cell
+    assert [retrained(bench, rows, seed) for seed in (0, 1)] == cells
     with pytest.raises(TypeError):
-        retrained(bench, rows[1:])
+        retrained(bench, rows[1:], 0)
+
+
+def test_another_seed_adds_a_training_to_those_that_are_there(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(mt_selection.Bench, "of", lambda session: bench)
+    monkeypatch.setattr(mt_selection, "retrained", lambda bench, rows, seed: {bleu_key(SETS[0], 36): 10.0 + seed})
+    path = tmp_path / "x.json"
+    for seeds, expected in ((1, {"none"}), (3, {"none", "none, seed 1", "none, seed 2"})):
+        settings = Namespace(**vars(bench.session.settings) | {"seeds": seeds, "missing": True})
+        session = Session(bench.session.run, settings, path)
+        part = mt_selection.begin(session, "selections", "")
+        mt_selection.measure_choice(part, NONE, lambda bench: bench.chosen(NONE))
+        (records,) = json.loads(path.read_text()).values()
+        assert set(records["selections"]["cells"]) == expected
+    (found,) = over_seeds(records["selections"])["cells"].values()
+    assert found[bleu_key(SETS[0], 36)] == pytest.approx(11.0)
+    assert found[bleu_key(SETS[0], 36) + "_deviation"] == pytest.approx(1.0)
+    assert found["pairs"] == len(bench.pairs)
+    assert found["trainings"] == 3
+
+
+def test_a_training_that_failed_counts_only_if_all_did():
+    key = bleu_key(SETS[0], 30)
+    cells = {"none": {"failed": "no"}, "none, seed 1": {key: 4.0}, PREFILTER: {"failed": "why"}}
+    found = over_seeds({"cells": cells})["cells"]
+    assert found == {"none": {key: 4.0, "trainings": 1}, PREFILTER: {"failed": "why", "trainings": 1}}
 
 
 def test_steps_ascend():
@@ -176,7 +201,7 @@ def test_the_table_has_the_papers_numbers_beside_ours():
     lines = EXPERIMENT.tables({"selections": {"cells": cells, "settings": {"at": [10, 30]}}})
     rows = {tuple(w.strip() for w in line.split("|")[1:3]): line.split("|")[3:-1] for line in lines if "|" in line}
     rows = {key: [word.strip() for word in row] for key, row in rows.items()}
-    assert rows[PAPER_WAY, "5"] == ["24.0", "30.3", "3.2", "–", "–", "20.0"]
+    assert rows[PAPER_WAY, "5"] == ["24.0", "30.3", "3.2", "–", "–", "20.0", "1"]
     assert rows[PREFILTER, "67"][:2] == ["11.7", "22.6"]
     assert rows[RAND_PROJ, "1"][2].startswith("failed")
     assert rows[PREFILTER, "1,234"][1] == "1.0"

@@ -25,7 +25,7 @@ def test_the_table_has_the_papers_numbers_beside_ours():
     lines = EXPERIMENT.tables({"dropped": {"cells": cells, "settings": AT}})
     rows = {tuple(w.strip() for w in line.split("|")[1:3]): line.split("|")[3:-1] for line in lines if "|" in line}
     rows = {key: [word.strip() for word in row] for key, row in rows.items()}
-    assert rows[PAPER_WAY, "25"] == ["37.38", "–", "4.5", "–", "–", "75,123", "40.5"]
+    assert rows[PAPER_WAY, "25"] == ["37.38", "–", "4.5", "–", "–", "75,123", "40.5", "1"]
     assert rows[PAPER_WAY, "50"][0] == "37.20"
     assert rows[NOTHING, "0"][0] == "36.32"
     assert rows[NOTHING, "0"][1].startswith("failed")
