@@ -59,6 +59,18 @@ def test_flat_and_single_points():
         assert "nan" not in ET.tostring(root, encoding="unicode").lower()
 
 
+def test_a_single_point_is_a_dot_where_its_number_is_with_its_spread():
+    one = Curve("one", np.array([0.1]), np.array([2.0]), np.array([0.5]))
+    root = ET.fromstring(curves_svg("t", [curve(up=(1.0, 2.0, 4.0)), one], "x", "y"))
+    (line,) = root.iter(f"{SVG}polyline")
+    (dot,) = [node for node in root.iter(f"{SVG}circle") if node.get("class") == "point"]
+    assert [float(dot.get("cx")), float(dot.get("cy"))] == points(line)[1].tolist()
+    (bar,) = [node.get("d") for node in root.iter(f"{SVG}path") if node.get("class") == "line"]
+    ends = [float(word) for word in bar.removeprefix("M").replace("V", " ").split()]
+    assert ends[0] == float(dot.get("cx"))
+    assert (ends[1] + ends[2]) / 2 == pytest.approx(float(dot.get("cy")), abs=0.11)
+
+
 @pytest.mark.parametrize(
     ("bounds", "expected"),
     [((0, 1), [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]), ((-3, 3), [-2, 0, 2]), ((0.98, 1.01), [0.98, 0.99, 1.0, 1.01])],

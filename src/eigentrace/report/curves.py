@@ -128,6 +128,17 @@ def _label_places(ends: Sequence[float]) -> list[float]:
 
 def _drawn(curve: Curve, low: np.ndarray, high: np.ndarray, colour: str, x: _Axis, y: _Axis) -> str:
     kind = "line control" if curve.is_control else "line"
+    if len(curve.up) == 1:
+        # A line of a single point would not be seen.
+        across, up, top, bottom = (
+            axis.position(float(values[0])) for axis, values in ((x, curve.across), (y, curve.up), (y, high), (y, low))
+        )
+        bar = (
+            ""
+            if curve.spread is None
+            else f'<path class="{kind}" stroke="{colour}" d="M{across:.1f} {top:.1f}V{bottom:.1f}"/>'
+        )
+        return f'{bar}<circle class="point" fill="{colour}" cx="{across:.1f}" cy="{up:.1f}" r="3"/>'
     line = f'<polyline class="{kind}" stroke="{colour}" points="{_points(curve.across, curve.up, x, y)}"/>'
     if curve.spread is None:
         return line
