@@ -1,5 +1,6 @@
 """Three engines, one answer: against gradients taken one example at a time by an ordinary backward pass."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
+from bench.models import Transformer, token_task
 from eigentrace.compute import Compute
 from eigentrace.data import as_data
 from eigentrace.errors import NumericalError, TaskError, UnsupportedError
@@ -20,6 +22,7 @@ from models import CASES, dense_gradients
 
 ENGINES = [forward, vmapped, one_by_one]
 EXACT = 1e-10
+CUDA = torch.cuda.is_available()
 # Recurrent layers write in place, which vmap over examples forbids: the last fallback serves them.
 PAIRS = [(name, engine) for name in CASES for engine in ENGINES if (name, engine) != ("recurrent", vmapped)]
 
@@ -45,6 +48,29 @@ def test_features_match_dense_gradients(cases, name, engine, kind):
     features, _ = run(engine, Job(case.task, case.task.losses, rows), case.batches)
     assert features.shape == (case.num_examples, rows.count)
     assert (features - expected).norm() < EXACT * expected.norm()
+
+
+def attending(device):
+    """A task with attention of every kind, its batch, and its gradients in float64."""
+    torch.manual_seed(0)
+    model = Transformer(16, 2, 2, words=23, norm_first=True).to(device)
+    batch = tuple(torch.randint(0, 23, (6, length), device=device) for length in (9, 7, 7))
+    double = token_task(copy.deepcopy(model).double())
+    return token_task(model), batch, dense_gradients(double, [batch])
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs CUDA")])]
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_runs_in_bfloat16(engine, device):
+    task, batch, expected = attending(torch.device(device))
+    rows = DenseRows(torch.randn(11, task.layout.numel, device=device), task.layout)
+    with task.session():
+        found = engine(Job(task.in_bf16(), task.in_bf16().losses, rows), batch, 6)
+    wanted = expected @ rows.dense(0, rows.count).double().T
+    assert found.features.dtype == torch.float32
+    assert (found.features - wanted).norm() < 5e-2 * wanted.norm()
 
 
 @pytest.mark.parametrize(("name", "engine"), [pair for pair in PAIRS if pair[1] is not forward])

@@ -38,7 +38,11 @@ def vmapped_gradients(job: Job, batch: Any, size: int) -> Iterator[Gradients]:
     at_once = job.vectors_at_once
     for start in range(0, size, at_once):
         part = [t[start : start + at_once] for t in tensors]
-        yield vmap(grad_and_value(value), in_dims=(None, 0))(job.task.params, part)
+        # Under torch.func autocast acts below the transforms, which never see its casts: the backward half must run
+        # inside it too.
+        with job.task.casting():
+            found = vmap(grad_and_value(value), in_dims=(None, 0))(job.task.params, part)
+        yield found
 
 
 def single_gradients(job: Job, batch: Any, size: int) -> Iterator[Gradients]:
