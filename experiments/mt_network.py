@@ -70,7 +70,7 @@ class Network:
     path: Path
     """Where its weights are kept; its fits lie beside them."""
     unseen: Mapping[str, Pairs]
-    """Held out: `withheld` from the same corpus, `dev` from the news."""
+    """Held out: `withheld` from the same corpus, `dev` of news and captions."""
     seconds: float = 0.0
     """It took to train or read it."""
 

@@ -147,8 +147,12 @@ class Bench:
         """Say what a choice consists of."""
         kinds, lengths = self.corpus.kinds[rows], self.pairs.lengths[rows]
         shares = {kind: 100 * float((kinds == kind).mean()) for kind in KINDS}
-        return {"pairs": len(rows), "percent": 100 * len(rows) / len(self.pairs), "length": float(lengths.mean())} | {
-            "kinds": shares
+        return {
+            "pairs": len(rows),
+            "percent": 100 * len(rows) / len(self.pairs),
+            "length": float(lengths.mean()),
+            "captions": 100 * float(self.corpus.captions[rows].mean()),
+            "kinds": shares,
         }
 
 

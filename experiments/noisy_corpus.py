@@ -20,12 +20,14 @@ from experiments.translation import Corpora, Pairs, Texts
 from experiments.withheld import withheld
 
 CLEAN, CRAWL, JUDGED = "clean", "web crawl", "judged by people"
-OTHER_LANGUAGE = "other language"
+COMPARABLE, OTHER_LANGUAGE = "comparable", "other language"
+CAPTIONS = "multi30k"
+"""What the origin of captions of photos begins with."""
 KINDS = {
-    CLEAN: "translations by people",
+    CLEAN: "translations, nearly all by people",
     "no translation": "the target of another pair",
     "partial": "one side cut to a part, or with a second sentence behind it",
-    "comparable": "captions of one photo, written independently",
+    COMPARABLE: "captions of one photo, written independently",
     "both German": "two German sentences that have nothing to do with each other",
     "both English": "two English sentences likewise",
     "near copy": "the source again, as it is or with a word or a letter changed",
@@ -55,13 +57,15 @@ class NoisyCorpus:
 
     texts: Texts
     kinds: np.ndarray  # (N,) of str
+    captions: np.ndarray  # (N,) of bool
+    """Whether both sides describe one photo, as a translation or independently."""
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def take(self, rows: np.ndarray) -> "NoisyCorpus":
         """Return some of the pairs."""
-        return NoisyCorpus(self.texts.take(rows), self.kinds[rows])
+        return NoisyCorpus(self.texts.take(rows), self.kinds[rows], self.captions[rows])
 
     def counts(self) -> dict[str, int]:
         """Count the pairs of each kind."""
@@ -72,6 +76,10 @@ class NoisyCorpus:
     def of(corpora: Corpora, seed: int = 0) -> "NoisyCorpus":
         """Put the corpus together. No pair comes twice, and none that was trained on."""
         seen = set(_pairs_of(corpora.texts("train")))
+        unseen = corpora.texts("withheld")
+        captions = {
+            pair for pair, said in zip(_pairs_of(unseen), unseen.verdicts, strict=True) if said.startswith(CAPTIONS)
+        }
         rows: list[tuple[str, str, str, str]] = []
         for kind, triples in _sources(corpora, seed).items():
             for german, english, verdict in triples:
@@ -79,8 +87,12 @@ class NoisyCorpus:
                     seen.add((german, english))
                     rows.append((kind, german, english, verdict))
         mixed = np.random.default_rng([seed, 11]).permutation(len(rows))
-        columns = [list(column) for column in zip(*(rows[k] for k in mixed), strict=True)]
-        return NoisyCorpus(Texts(*columns[1:]), np.array(columns[0], dtype=object))
+        kinds, *columns = [list(column) for column in zip(*(rows[k] for k in mixed), strict=True)]
+        texts = Texts(*columns)
+        are_captions = [
+            kind == COMPARABLE or pair in captions for kind, pair in zip(kinds, _pairs_of(texts), strict=True)
+        ]
+        return NoisyCorpus(texts, np.array(kinds, dtype=object), np.array(are_captions))
 
     @staticmethod
     def tokenised(corpora: Corpora, seed: int = 0) -> tuple["NoisyCorpus", Pairs]:
@@ -112,7 +124,7 @@ def _sources(corpora: Corpora, seed: int) -> dict[str, Triples]:
         CLEAN: _as_they_are(clean),
         "no translation": _paired(german, english[1:] + english[:1]),
         "partial": _partial(material, chance),
-        "comparable": _as_they_are(corpora.texts("comparable")),
+        COMPARABLE: _as_they_are(corpora.texts("comparable")),
         "both German": _paired(german[:half], german[1:half] + german[:1]),
         "both English": _paired(english[half:], english[half + 1 :] + english[half : half + 1]),
         "near copy": ((one, _nearly(one, chance), "") for one in german[half::2] + english[:half:2]),

@@ -51,9 +51,9 @@ ABOUT = f"""\
 and, it seems, with sentences packed into rows. It does not say what that includes.
 
 **Here** one GPU scores real pairs with the network of [mt_retrieval](mt_retrieval.md), Transformer Base, and its
-Arnoldi fit, cut to K = {KEEP}. The pairs are 163,118 translations by people, of which the network was trained on two
-thirds, and 9,999 of the web; 14 and 32 subwords a sentence. Each is read once and scored once, sorted by length;
-sentences are not packed.
+Arnoldi fit, cut to K = {KEEP}. The pairs are 163,118 translations, of which the network was trained on two thirds, and
+9,999 of the web; 14 and 32 subwords a sentence. Each is read once and scored once, sorted by length, but for 52 that
+are too long; sentences are not packed.
 
 - *Reading*: gzipped text on the disk to tokens, by the tokenizer's own threads.
 - *Scoring*: tokens to scores, with sorting, putting batches together, and about a second of planning. A batch that
@@ -71,13 +71,13 @@ network and the fit of mt_retrieval in `--cache`. `--pairs` scores fewer pairs. 
 VERDICT = """\
 19.3M pairs an hour from gzipped text to scores on the disk, in bfloat16: 8.8 times what the paper reports for 16 cores
 of a TPUv2. How the two machines, the sentences and what is counted compare is open, so this is no measure of methods.
-A whole run, which also keeps features, losses, norms and the fit in checked files (2.4 GB), makes 15.2M. In float32 it
-is 7.0M.
+A whole run, which also keeps features, losses, norms and the fit in checked files (2.4 GB), makes 15.2M. Scores alone
+in float32: 7.0M, in batches of 512, by 40,000 of the pairs.
 
-The batch matters most: pairs are short, and 64 of them leave the GPU idle (1.9M). 2,048 of the longest do not fit,
-whose logits alone are 34 GB in float32, so that the batch is halved, for all that come after too; pairs to a batch
-should rather follow their length. Forward mode was not measured here; with 20 rows it is 2.2 times slower than layer by
-layer at 512 pairs ([mt_retrieval](mt_retrieval.md))."""
+The batch matters most: 64 pairs take nearly as long as 1,024 (0.12 and 0.16 s), so that they make 1.9M an hour, in
+float32 2.2M. 2,048 of the longest do not fit, whose logits alone are 34 GB in float32, so that the batch is halved, for
+all that come after too; pairs to a batch should rather follow their length. Forward mode was not measured here; with 20
+rows it takes 2.2 times as long as layer by layer at 512 pairs ([mt_retrieval](mt_retrieval.md))."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:

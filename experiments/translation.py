@@ -47,7 +47,7 @@ FILES = {
 """Two thirds of the first file are trained on, the other third is withheld from training."""
 _CLEAN = ("train", "withheld")
 # The column that says something about each pair.
-_SAID = {"judged": "label", "wrong_language": "lang", "test": "source"}
+_SAID = {"judged": "label", "wrong_language": "lang", "test": "source", "train": "source"}
 PAD, BEGIN, END, UNKNOWN = range(4)
 _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 WORDS = 32_000
@@ -362,7 +362,7 @@ class Corpora:
     def _clean(self) -> dict[str, Texts]:
         """The file that is cut in two."""
         assert self.folder is not None
-        texts = read_texts(self.folder / FILES["train"], "")
+        texts = read_texts(self.folder / FILES["train"], _SAID["train"])
         away = withheld(texts.german, texts.english)
         return {name: texts.take(np.flatnonzero(away == (name == "withheld"))) for name in _CLEAN}
 

@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from experiments.noisy_corpus import CLEAN, CRAWL, JUDGED, KINDS, OTHER_LANGUAGE, NoisyCorpus, described, halves
+from experiments.noisy_corpus import (
+    CLEAN,
+    COMPARABLE,
+    CRAWL,
+    JUDGED,
+    KINDS,
+    OTHER_LANGUAGE,
+    NoisyCorpus,
+    described,
+    halves,
+)
 from experiments.translation import Corpora
 
 
@@ -108,6 +118,18 @@ def test_verdicts_stay_with_the_judged_pairs(corpora, corpus):
     ):
         assert verdict == (said[german, english] if kind == JUDGED else "")
     assert corpus.counts()[CRAWL] == len(corpora.texts("crawl"))
+
+
+def test_captions_are_clean_pairs_of_that_origin_and_all_comparable_ones(corpora, corpus):
+    withheld = corpora.texts("withheld")
+    origin = dict(zip(pairs_of(withheld), withheld.verdicts, strict=True))
+    clean = {pair: found for pair, found in zip(pairs_of(corpus.texts), corpus.captions, strict=True) if pair in origin}
+    assert {found == origin[pair].startswith("multi30k") for pair, found in clean.items()} == {True}
+    assert set(clean.values()) == {True, False}
+    assert corpus.captions[corpus.kinds == COMPARABLE].all()
+    assert not corpus.captions[~np.isin(corpus.kinds, [CLEAN, COMPARABLE])].any()
+    rows = np.flatnonzero(corpus.captions)
+    assert corpus.take(rows).captions.all()
 
 
 def test_the_corpus_follows_from_the_seed(corpora, corpus):
