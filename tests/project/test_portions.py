@@ -60,10 +60,32 @@ def test_the_limit_is_remembered(job):
     machine, portions = Machine(room=5), Portions()
     portions(machine, job, batch(16), 16)
     assert machine.asked == [16, 8, 4, 4, 4, 4]
-    assert portions.limit == 4
     machine.asked.clear()
     portions(machine, job, batch(10), 10)
     assert machine.asked == [4, 4, 2]
+
+
+def test_more_short_examples_fit_than_long_ones(job):
+    class Wide(Machine):
+        """Has room for so many tokens."""
+
+        def __call__(self, job, batch, size):
+            self.asked.append(size)
+            if batch[1].numel() > self.room:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return Projection(batch[0][:, None], None, batch[0])
+
+    def long(size, width):
+        return torch.arange(float(size)), torch.zeros(size, width, 2)
+
+    machine, portions = Wide(room=100), Portions(limit=16)
+    for width, expected in ((10, [16, 8, 4, 4, 4, 4]), (5, [8, 8]), (2, [16]), (1, [16]), (20, [2] * 8), (90, [1])):
+        machine.asked.clear()
+        machine.room = 200 if width == 90 else 100
+        size = 1 if width == 90 else 16
+        found = portions(machine, job, long(size, width), size)
+        assert machine.asked == expected
+        assert torch.equal(found.losses, torch.arange(float(size)))
 
 
 def test_memory_that_runs_short_later_costs_one_portion(job):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from eigentrace.batch import select
+from eigentrace.batch import is_per_example, select, tensors_of
 from eigentrace.data import Data
 from eigentrace.errors import MemoryLimitError
 from eigentrace.project.engine import Engine, Job, Projection, joined
@@ -18,17 +18,26 @@ _FILLED = 0.7
 
 
 class Portions:
-    """Puts batches through an engine in portions that fit, and remembers the size that did."""
+    """Puts batches through an engine in portions that fit, and remembers how large these were.
+
+    Args:
+        limit: Examples of a portion at most; all of a batch if not given.
+    """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
+        self.room: int | None = None
+        """Numbers of its widest tensor that a portion may have: more short examples than long ones fit."""
 
     def __call__(self, engine: Engine, job: Job, values: Any, size: int) -> Projection:
         """Project a batch; on running out of memory halve the portion and go on with what is left."""
         done: list[Projection] = []
-        start = 0
+        start, width = 0, _width(values, size)
         while start < size:
-            stop = min(size, start + (self.limit or size))
+            at_once = self.limit or size
+            if self.room is not None:
+                at_once = max(1, min(at_once, self.room // width))
+            stop = min(size, start + at_once)
             whole = stop - start == size
             found = _attempt(engine, job, values if whole else select(values, slice(start, stop), size), stop - start)
             if found is not None:
@@ -41,9 +50,14 @@ class Portions:
                     f"{job.rows.count} rows. Keep fewer rows (fitted.distill), select fewer parameters, use "
                     "Compute(precision='bf16'), or hold the rows in host memory (Basis(place='host'))."
                 )
-            self.limit = (stop - start) // 2
+            self.room = (stop - start) // 2 * width
             torch.cuda.empty_cache()
         return joined(done)
+
+
+def _width(values: Any, size: int) -> int:
+    """Return how many numbers an example has in its widest tensor."""
+    return max((t.numel() // size for t in tensors_of(values) if is_per_example(t, size)), default=1) or 1
 
 
 def _attempt(engine: Engine, job: Job, values: Any, size: int) -> Projection | None:
