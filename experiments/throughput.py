@@ -75,9 +75,9 @@ A whole run, which also keeps features, losses, norms and the fit in checked fil
 in float32: 7.0M, in batches of 512, by 40,000 of the pairs.
 
 The batch matters most: 64 pairs take nearly as long as 1,024 (0.12 and 0.16 s), so that they make 1.9M an hour, in
-float32 2.2M. 2,048 of the longest do not fit, whose logits alone are 34 GB in float32; the batch was then halved for all
-that came after too, where now shorter pairs go through whole again, which is not measured yet. Neither is forward mode;
-with 20 rows it takes 2.2 times as long as layer by layer at 512 pairs ([mt_retrieval](mt_retrieval.md))."""
+float32 2.2M. 2,048 of the longest do not fit, whose logits alone are 34 GB in float32; the batch was then halved for
+all that came after too, where now shorter pairs go through whole again, which is not measured yet. Neither is forward
+mode; with 20 rows it takes 2.2 times as long as layer by layer at 512 pairs ([mt_retrieval](mt_retrieval.md))."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
