@@ -12,6 +12,7 @@ from torch import nn
 import eigentrace as et
 from eigentrace import artifact
 from eigentrace.errors import InputError, MismatchError
+from eigentrace.files import ALIGNED, write_tensors
 from small import cross_entropy, examples, fit, net, table
 
 
@@ -273,3 +274,20 @@ def test_rows_of_another_shape_are_refused(task, tmp_path):
 def test_load_takes_a_task(task, tmp_path):
     with pytest.raises(InputError, match="load takes the Task the fit was made with, got Sequential"):
         et.load(tmp_path / "fit", task.model)
+
+
+@pytest.mark.parametrize("rows", [50, 51])
+def test_tensors_are_read_to_where_sums_are_taken_in_one_order(tmp_path, rows):
+    tensors = {
+        "a": torch.randn(3),
+        "large": torch.randn(rows, 7),
+        "c": torch.arange(5, dtype=torch.int16),
+        "d": torch.ones(1, dtype=torch.float64),
+    }
+    write_tensors(tensors, tmp_path / "x.safetensors")
+    # The largest can be used as it lies in the file, unless the others would then not lie at multiples of their width.
+    there = load_file(tmp_path / "x.safetensors")
+    assert (there["large"].data_ptr() % ALIGNED == 0) == (tensors["large"].nbytes % 8 == 0)
+    assert any(tensor.data_ptr() % ALIGNED for tensor in there.values())
+    found = artifact.read_tensors(tmp_path / "x.safetensors")
+    assert all(found[name].data_ptr() % ALIGNED == 0 and torch.equal(found[name], tensors[name]) for name in tensors)

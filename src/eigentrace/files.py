@@ -131,8 +131,11 @@ def write_tensors(tensors: Mapping[str, "Tensor"], path: Path, metadata: Mapping
     """
     import torch
 
-    # The widest numbers come first, so that all lie at multiples of their width.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    # The widest numbers come first, so that all lie at multiples of their width; before them the largest tensor, if
+    # that leaves them there, to lie where it can be used as it is read.
+    largest = max(tensors, key=lambda name: tensors[name].nbytes, default="")
+    begins = largest if tensors and tensors[largest].nbytes % _WIDEST == 0 else ""
+    order = sorted(tensors, key=lambda name: (name != begins, -tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in order:
@@ -140,13 +143,17 @@ def write_tensors(tensors: Mapping[str, "Tensor"], path: Path, metadata: Mapping
         kind = _KINDS[str(tensors[name].dtype)]
         header[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(_LENGTH + len(text)) % ALIGNED)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(len(text).to_bytes(_LENGTH, "little") + text)
         for name in order:
             file.write(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
+# Bytes of the widest number, and of what says how long the header of a safetensors file is.
+_WIDEST = _LENGTH = 8
+ALIGNED = 64
+"""Tensors begin at multiples of this in memory: matrix products of others may add up in another order."""
 _KINDS = {
     "torch.float64": "F64",
     "torch.float32": "F32",
