@@ -1,6 +1,7 @@
 """The model and torch's global settings are left exactly as they were: after every method, and after an exception."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -78,6 +79,7 @@ def of_torch():
         "mkldnn": (torch.backends.mkldnn.enabled, torch.backends.mkldnn.deterministic),
         "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
         "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
+        "weight norm": (torch._weight_norm, sys.modules["torch.nn.utils.weight_norm"]._weight_norm),
         "default": (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()),
         "random": torch.get_rng_state().tolist(),
     }

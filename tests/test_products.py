@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import eigentrace as et
 from eigentrace.curvature import Curvature, working_form
 from eigentrace.data import as_data
-from eigentrace.products import Form, product_of
+from eigentrace.products import Form, gradient, product_of
 from models import CASES, make
 
 
@@ -117,6 +118,27 @@ def test_checkpointed_blocks_are_right_in_the_form_that_works(kind):
     found = product(task, batch, v, kind, form)
     model.on = False
     assert relative(found, product(task, batch, v, kind)) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_the_hessian_of_weight_norm_is_the_difference_of_gradients(norm, dim):
+    # torch's fused function takes the norms for constants when it is differentiated twice.
+    torch.manual_seed(0)
+    model = nn.Sequential(norm(nn.Linear(4, 5), dim=dim), nn.Tanh(), nn.Linear(5, 3)).double()
+    task = et.classification(model)
+    batch, v = (torch.randn(8, 4).double(), torch.arange(8) % 3), torch.randn(task.layout.numel).double()
+    step, own = 1e-5, task.losses(task.params, batch)
+    with task.session():
+        assert torch.allclose(task.losses(task.params, batch), own, rtol=1e-12)
+        ahead, behind = (
+            task.layout.flatten(gradient(task, task.layout.unflatten(task.vector + sign * step * v), batch))
+            for sign in (1, -1)
+        )
+    expected = (ahead - behind) / (2 * step)
+    for form in Form:
+        assert relative(product(task, batch, v, "hessian", form), expected) < 1e-8
 
 
 def test_outputs_that_do_not_depend_on_the_parameters():

@@ -1,5 +1,6 @@
 """Run somebody's model under the settings the mathematics needs, and give it back exactly as found."""
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,7 @@ def prepared(model: nn.Module) -> Iterator[None]:
     - An `nn.EmbeddingBag` has neither rule: it looks its entries up and adds them, where bags have equal length.
     - An embedding's padding row takes no gradient in reverse mode, as in training, but forward mode would move it:
       it is held constant in both.
+    - Fused weight normalisation holds the norms constant in its second derivative, without a word: it is written out.
     - Checkpointed blocks are run as they are: what they compute again in the backward pass is computed outside of
       whatever the forward pass ran under, at the model's own parameters.
     - The global random state is put back, whatever a data loader or a stray dropout drew from it.
@@ -50,6 +52,7 @@ def prepared(model: nn.Module) -> Iterator[None]:
                 module.forward = _looked_up(module)  # type: ignore[method-assign]
         stack.enter_context(_constant_padding(model))
         stack.enter_context(_no_checkpointing())
+        stack.enter_context(_no_fused_weight_norm())
         stack.enter_context(_no_fused_encoder())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(model)))
@@ -184,6 +187,25 @@ def _no_fused_encoder() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@contextmanager
+def _no_fused_weight_norm() -> Iterator[None]:
+    def written(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+        others = [d for d in range(v.ndim) if d != dim]  # all of them for -1, which stands for one norm of everything
+        squares = v.square().sum(others, keepdim=True) if others else v.square()
+        return v * (g / squares.sqrt())
+
+    # The older layer binds the function by name, in a module that a function of the same name hides.
+    holders = [torch, sys.modules["torch.nn.utils.weight_norm"]]
+    found = [holder._weight_norm for holder in holders]
+    try:
+        for holder in holders:
+            holder._weight_norm = written  # type: ignore[attr-defined]
+        yield
+    finally:
+        for holder, own in zip(holders, found, strict=True):
+            holder._weight_norm = own  # type: ignore[attr-defined]
 
 
 @contextmanager
