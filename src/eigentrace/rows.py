@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -41,7 +42,7 @@ class Rows(Protocol):
 def apply(rows: Rows, gradients: Mapping[str, Tensor]) -> Tensor:  # {name: (B, *s)} -> (B, K)
     """Multiply written-out gradients, parameter by parameter so that they are never copied side by side."""
     first = next(iter(gradients.values()))
-    wide = torch.promote_types(first.dtype, torch.float32)
+    wide = reduce(torch.promote_types, (gradient.dtype for gradient in gradients.values()), torch.float32)
     out = torch.zeros(len(first), rows.count, dtype=wide, device=first.device)
     for name, gradient in gradients.items():
         form = Direct(gradient.reshape(len(first), gradient[0].numel()))

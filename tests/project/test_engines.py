@@ -254,3 +254,30 @@ def test_a_bad_row_is_named_when_examples_go_one_by_one():
     x[4] = torch.nan
     with task.session(), pytest.raises(NumericalError, match="first: row 4"):
         list(gradients(Job.of(task, "losses"), as_data([(x, y)])))
+
+
+class Mixed(nn.Module):
+    """Layers of two types, one of which no rule covers."""
+
+    def __init__(self, first, last):
+        super().__init__()
+        self.first, self.bend = nn.Linear(4, 5, dtype=first), nn.PReLU(5, dtype=first)
+        self.last = nn.Linear(5, 3, dtype=last)
+
+    def forward(self, x):
+        return self.last(self.bend(self.first(x.to(self.first.weight.dtype))).to(self.last.weight.dtype))
+
+
+@pytest.mark.parametrize("engine", ["auto", "reverse", "forward"])
+@pytest.mark.parametrize("types", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_models_of_two_types_are_projected_in_the_wider_one(types, engine):
+    torch.manual_seed(0)
+    task, data = et.classification(Mixed(*types)), (torch.randn(6, 4), torch.arange(6) % 3)
+    fitted = et.RandProj(keep=5).fit(task, data)
+    wide, (block,) = task.double(), fitted.blocks
+    expected = dense_gradients(wide, [wide.place(data)]) @ block.rows.dense(0, 5).T
+    features = fitted.features(data, compute=Compute(engine=engine))
+    assert features.dtype == torch.float64
+    assert (features - expected).norm() < 1e-6 * expected.norm()
+    scores = fitted.influence(data, data, compute=Compute(engine=engine))
+    assert (scores - expected @ expected.T / 5).norm() < 1e-6 * scores.norm()
