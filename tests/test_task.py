@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import eigentrace as et
-from eigentrace.errors import TaskError
-from small import cross_entropy, examples, fit, net
+from eigentrace.errors import NumericalError, TaskError
+from small import cross_entropy, examples, fit, net, table
 
 
 class Normed(nn.Module):
@@ -72,6 +72,24 @@ def test_wrong_measurement_is_named():
     task = et.Task(net(), cross_entropy, measurement=lambda m, b: m(b[0]).sum())
     with pytest.raises(TaskError, match="The measurement must return one number per example"):
         fit(task).influence(examples(), examples())
+
+
+MEASUREMENTS = {
+    "too many": (lambda m, b: m(b[0]).flatten(), "The measurement returned 36 numbers for a batch of 12 examples"),
+    "not finite": (lambda m, b: (m(b[0])[:, 0] * 0).log().log(), "The measurement is not finite for 12 examples"),
+    "of the batch": (
+        lambda m, b: m(b[0])[:, 0] - m(b[0])[:, 0].mean(),
+        "The measurements of the batch from row 0 on change by .*they depend on each other",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", [et.TracIn(), et.RandProj(keep=2), et.Lissa(depth=2, damping=0.1)])
+@pytest.mark.parametrize(("measurement", "match"), table(MEASUREMENTS))
+def test_bad_measurement_is_called_one(measurement, match, method):
+    task = et.Task(net(), cross_entropy, measurement=measurement)
+    with pytest.raises((TaskError, NumericalError), match=match):
+        fit(task, method=method).influence(examples(), examples())
 
 
 def test_outputs_of_a_task_without_them():

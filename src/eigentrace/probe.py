@@ -97,18 +97,18 @@ def _check_sample(curvature: Curvature) -> None:
         raise TaskError(f"The loss returned {start} numbers for {len(rows)} examples. It must return one per example.")
 
 
-def check_losses(losses: Tensor, rows: np.ndarray) -> None:
-    """Check that a loss gave one finite number for each of these rows."""
+def check_losses(losses: Tensor, rows: np.ndarray, what: str = "loss") -> None:
+    """Check that a loss, or what else is differentiated, gave one finite number for each of these rows."""
     if len(losses) != len(rows):
         raise TaskError(
-            f"The loss returned {len(losses)} numbers for a batch of {len(rows)} examples. It must return one per "
+            f"The {what} returned {len(losses)} numbers for a batch of {len(rows)} examples. It must return one per "
             "example: sum over tokens or pixels inside an example, never over examples."
         )
     finite = losses.isfinite().cpu().numpy()
     if not finite.all():
         bad = rows[~finite]
         raise NumericalError(
-            f"The loss is not finite for {len(bad)} examples of a batch (first: row {bad[0]}). Check the inputs and "
+            f"The {what} is not finite for {len(bad)} examples of a batch (first: row {bad[0]}). Check the inputs and "
             "labels of that row, and that the model was loaded with its trained weights."
         )
 

@@ -153,6 +153,11 @@ class Task:
         return self._call(self._outputs, values, batch)
 
     @property
+    def has_measurement(self) -> bool:
+        """Tell whether queries are asked about something other than the loss."""
+        return self._measurement is not None
+
+    @property
     def has_labels(self) -> bool:
         """Tell whether examples have classes, given and predicted."""
         return self._labels is not None

@@ -15,7 +15,7 @@ from eigentrace.errors import NumericalError, TaskError, UnsupportedError
 from eigentrace.fallback import LACKING, first_supported
 from eigentrace.probe import check_losses
 from eigentrace.progress import track
-from eigentrace.project.engine import Engine, Job, PerExample, Projection
+from eigentrace.project.engine import Engine, Job, Projection
 from eigentrace.project.forward import forward
 from eigentrace.project.layerwise import Layerwise
 from eigentrace.project.portions import Portions, largest_batch
@@ -29,6 +29,7 @@ _FULL_BATCH = 8
 _JVP_COST, _GRADIENT_COST = 2, 3
 # Losses of one example alone and in its batch agree to rounding, in bfloat16 parameters too.
 _SPLIT_TOL = 5e-2
+_PLURAL = {"loss": "losses", "measurement": "measurements"}
 
 
 def preferred(job: Job) -> tuple[Engine, ...]:
@@ -98,7 +99,7 @@ def project(
         data = data.rebatched(int(batch_size))
     engine = InTurn(preferred(job))
     portions = Portions(None if isinstance(batch_size, str) else int(batch_size))
-    checked = SplitCheck(job.task, job.function)
+    checked = SplitCheck(job)
     if batch_size == "auto":
         largest = largest_batch(engine, job, data)
         data = data if largest is None else data.rebatched(largest)
@@ -106,9 +107,11 @@ def project(
     for batch in track(batches, description, len(data) if rows is None else len(rows), len):
         values = job.task.place(batch.values)
         projection = portions(engine, job, values, len(batch))
-        _check(batch, projection)
+        _check(batch, projection, job)
         if not projection.is_whole:
             checked(values, batch, projection.losses)
+        elif job.name == "measurement":
+            checked.first_alone(values, batch, projection.losses)
         yield batch, projection
 
 
@@ -137,7 +140,7 @@ def gradients(job: Job, data: Data) -> Iterator[Tensor]:  # each (b, P)
     """Yield full per-example gradients: what queries travel as."""
     task = job.task
     take: Any = None
-    checked = SplitCheck(task, job.function)
+    checked = SplitCheck(job)
     for batch in track(data.batches(), "Gradients", len(data), len):
         values = task.place(batch.values)
         if take is None:
@@ -152,9 +155,9 @@ def gradients(job: Job, data: Data) -> Iterator[Tensor]:  # each (b, P)
         for found, losses in take(job, values, len(batch)):
             rows = batch.rows[sum(map(len, taken)) :][: len(losses)]
             taken.append(losses)
-            check_losses(losses, rows)
+            check_losses(losses, rows, job.name)
             flat = task.layout.flatten(found, batch_dims=1)
-            _check_finite(flat.isfinite().all(dim=1), rows)
+            _check_finite(flat.isfinite().all(dim=1), rows, job)
             yield flat
         checked(values, batch, torch.cat(taken))
 
@@ -166,8 +169,8 @@ class SplitCheck:
     that size by chance (a T × T mask in a last batch of T examples), and cutting it up would give wrong gradients.
     """
 
-    def __init__(self, task: Task, function: PerExample) -> None:
-        self.task, self.function = task, function
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.seen: set[tuple[bool, ...]] = set()
 
     def __call__(self, values: Any, batch: Batch, losses: Tensor) -> None:
@@ -176,32 +179,46 @@ class SplitCheck:
         if ways in self.seen:
             return
         self.seen.add(ways)
-        together = self.function(self.task.params, values)
+        together = self.job.function(self.job.task.params, values)
+        check_losses(together, batch.rows, self.job.name)
+        self._compare(together, losses, batch)
+
+    def first_alone(self, values: Any, batch: Batch, together: Tensor) -> None:
+        """Check one example of the first batch alone: a fit looks at losses, and nobody at measurements before."""
+        if self.seen or len(batch) == 1:
+            return
+        self.seen.add(())
+        i = int(together.abs().argmax())
+        alone = self.job.function(self.job.task.params, select(values, slice(i, i + 1), len(batch)))
+        check_losses(alone, batch.rows[i : i + 1], self.job.name)
+        self._compare(together[i : i + 1], alone, batch)
+
+    def _compare(self, together: Tensor, apart: Tensor, batch: Batch) -> None:
         # Losses near zero keep no digits in bfloat16: then only those of another size tell.
-        least = 0.1 if self.task.is_bf16 else 1e-6
-        gap = float((losses - together).abs().max() / together.abs().max().clamp_min(least))
+        least = 0.1 if self.job.task.is_bf16 else 1e-6
+        gap = float((apart - together).abs().max() / together.abs().max().clamp_min(least))
         if gap > _SPLIT_TOL:
             raise TaskError(
-                f"The losses of the batch from row {batch.rows[0]} on change by {gap:.2g} of their size when its "
-                f"{len(batch)} examples are taken one at a time. Either they depend on each other, or a tensor that "
-                f"all share has {len(batch)} as its first dimension: give it a leading dimension of 1."
+                f"The {_PLURAL[self.job.name]} of the batch from row {batch.rows[0]} on change by {gap:.2g} of their "
+                f"size when its {len(batch)} examples are taken one at a time. Either they depend on each other, or a "
+                f"tensor that all share has {len(batch)} as its first dimension: give it a leading dimension of 1."
             )
 
 
-def _check(batch: Batch, projection: Projection) -> None:
-    check_losses(projection.losses, batch.rows)
+def _check(batch: Batch, projection: Projection, job: Job) -> None:
+    check_losses(projection.losses, batch.rows, job.name)
     good = projection.features.isfinite().all(dim=1)
     if projection.square_norms is not None:
         good &= projection.square_norms.isfinite()
-    _check_finite(good, batch.rows)
+    _check_finite(good, batch.rows, job)
 
 
-def _check_finite(good: Tensor, rows: np.ndarray) -> None:
+def _check_finite(good: Tensor, rows: np.ndarray, job: Job) -> None:
     bad = rows[~good.cpu().numpy()]
     if len(bad):
         raise NumericalError(
-            f"The loss is finite but its gradient is not for {len(bad)} examples (first: row {bad[0]}). Check the "
-            "inputs of that row."
+            f"The {job.name} is finite but its gradient is not for {len(bad)} examples (first: row {bad[0]}). Check "
+            "the inputs of that row."
         )
 
 

@@ -76,6 +76,8 @@ class Job:
     norms: bool = False
     compute: Compute = field(default_factory=Compute)
     gather: MakeGather | None = None
+    name: Literal["loss", "measurement"] = "loss"
+    """What messages call the function."""
 
     @staticmethod
     def of(
@@ -88,7 +90,10 @@ class Job:
         """Make a job whose model runs in the precision asked for; without rows, gradients are all there is to ask."""
         compute = compute or Compute()
         task = task.in_bf16() if compute.precision == "bf16" else task
-        return Job(task, getattr(task, what), rows or none(task.layout), norms, compute)
+        name: Literal["loss", "measurement"] = (
+            "measurement" if what == "measurements" and task.has_measurement else "loss"
+        )
+        return Job(task, getattr(task, what), rows or none(task.layout), norms, compute, name=name)
 
     @property
     def budget(self) -> int:
