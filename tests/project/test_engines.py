@@ -281,3 +281,29 @@ def test_models_of_two_types_are_projected_in_the_wider_one(types, engine):
     assert (features - expected).norm() < 1e-6 * expected.norm()
     scores = fitted.influence(data, data, compute=Compute(engine=engine))
     assert (scores - expected @ expected.T / 5).norm() < 1e-6 * scores.norm()
+
+
+def test_examples_that_cannot_be_doubled_go_one_at_a_time():
+    # Time comes first here, and nothing but a batch of one example can be taken apart.
+    torch.manual_seed(0)
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.recur, self.head = nn.GRU(2, 3), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.head(self.recur(x)[1][-1])
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    def collate(examples):
+        return torch.stack([x for x, _ in examples], dim=1), torch.tensor([y for _, y in examples])
+
+    examples = [(torch.randn(3 + i % 2, 2).double(), i % 2) for i in range(6)]
+    model, data = Last().double(), et.Data(examples, collate, batch_size=1)
+    found = et.TracIn().fit(et.Task(model, loss), data).self_influence(data)
+    for example, score in zip(examples, found, strict=True):
+        own = torch.autograd.grad(loss(model, collate([example])).sum(), list(model.parameters()))
+        assert float(sum(g.square().sum() for g in own)) == pytest.approx(float(score), rel=EXACT)

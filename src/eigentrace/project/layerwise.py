@@ -336,7 +336,12 @@ def make_plan(job: Job, batch: Any, size: int, known: Mapping[str, str], most: i
     index = torch.arange(count) * (size - 1) // max(1, count - 1)
     part, twice = (select(batch, rows, size) for rows in (index, torch.cat([index, index])))
     with kernels(job):
-        once, again = (survey(params, b, lambda b: job.function(values, b), job.task.is_bf16) for b in (part, twice))
+        once = survey(params, part, lambda b: job.function(values, b), job.task.is_bf16)
+        try:
+            again = survey(params, twice, lambda b: job.function(values, b), job.task.is_bf16)
+        except (ValueError, IndexError) as error:
+            # Its examples lie elsewhere than along the first dimension: other engines need no batch of another size.
+            raise UnsupportedError(f"the same examples twice over fail ({error})") from error
         plan = Plan.of(once, again, len(index), 2 * len(index), min(size, _LOOKED_AT))
         return _checked(job, replace(plan, without_rule=known), part, len(index))
 
