@@ -107,6 +107,64 @@ def test_a_norm_that_needs_several_examples_is_refused_like_other_batch_statisti
         fit(et.classification(model), (x, y))
 
 
+class Pair:
+    """A batch that nobody but its loss can look into."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.y)
+
+
+def joined(graphs):
+    """Put graphs into one, with the number of its graph for each node, as graph libraries do."""
+    owner = torch.arange(len(graphs)).repeat_interleave(torch.tensor([len(x) for x, _ in graphs]))
+    return torch.cat([x for x, _ in graphs]), owner, torch.tensor([y for _, y in graphs])
+
+
+def of_graphs(model, batch):
+    nodes, owner, y = batch
+    sums = torch.zeros(len(y), 3, dtype=nodes.dtype).index_add(0, owner, model(nodes))
+    return F.cross_entropy(sums, y, reduction="none")
+
+
+WHOLE = {  # how one example goes into a batch, the loss of a batch, and what is said to stay whole
+    "graphs": (joined, of_graphs, r"fails .* whole of a tensor of shape \(20, 3\) and 1 more"),
+    "list of tensors": (
+        lambda some: ([x for x, _ in some], torch.tensor([y for _, y in some])),
+        lambda m, b: F.cross_entropy(torch.stack([m(x).sum(0) for x in b[0]]), b[1], reduction="none"),
+        r"fails .* whole of a tensor of shape \(2, 3\) and 7 more",
+    ),
+    "object": (
+        lambda some: Pair(torch.stack([x[0] for x, _ in some]), torch.tensor([y for _, y in some])),
+        lambda m, b: F.cross_entropy(m(b.x), b.y, reduction="none"),
+        "has 8 numbers, .* whole of an object of type Pair",
+    ),
+    "time first": (
+        lambda some: (torch.stack([x[:2] for x, _ in some], dim=1), torch.tensor([y for _, y in some])),
+        lambda m, b: (m(b[0]).sum((0, 2)) - b[1]).square(),
+        r"has 8 numbers, .* whole of a tensor of shape \(2, 8, 3\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("collate", "loss", "match"), table(WHOLE))
+def test_batches_that_cannot_be_taken_apart_are_named_and_single_examples_are_right(collate, loss, match):
+    x, y = examples(24)
+    graphs = [(x[i : i + 2 + i % 2], int(y[i])) for i in range(12)]
+    model = net()
+    with pytest.raises(TaskError, match=f"alone in its batch {match}.*batch_size=1"):
+        fit(et.Task(model, loss), et.Data(graphs, collate))
+    single = et.Data(graphs, collate, batch_size=1)
+    found = et.TracIn().fit(et.Task(model, loss), single)
+    scores, pairs = found.self_influence(single), found.influence(single, single)
+    assert torch.allclose(pairs.diagonal(), scores, rtol=1e-4)
+    for graph, score in zip(graphs, scores, strict=True):
+        own = torch.autograd.grad(loss(model, collate([graph])).sum(), list(model.parameters()))
+        assert float(sum(g.square().sum() for g in own)) == pytest.approx(float(score), rel=1e-4)
+
+
 def test_independence_is_judged_on_an_example_with_loss():
     # The first example is fitted so well that dividing its loss by anything changes nothing.
     def loss(model, batch):

@@ -44,9 +44,27 @@ def length_of(batch: Any) -> int:
     if not sizes:
         raise DataError(
             f"A batch of type {type(batch).__name__} holds no tensor with a leading dimension, so the number of "
-            "its examples is unknown. Give batches whose tensors have the examples along their first dimension."
+            "its examples is unknown. Give batches whose tensors have the examples along their first dimension, in "
+            "tuples, lists or dicts: other objects and arrays are not looked into."
         )
     return sizes[0]
+
+
+def kept_whole(batch: Any, size: int) -> list[str]:
+    """Say what of a batch of `size` examples is the same for each of them, and not on purpose as far as one can tell.
+
+    Numbers, text and tensors with a leading dimension of 1 are meant to be shared.
+    """
+    if isinstance(batch, Tensor):
+        shared = batch.ndim == 0 or batch.shape[0] in (1, size)
+        return [] if shared else [f"a tensor of shape {tuple(batch.shape)}"]
+    if isinstance(batch, Mapping):
+        return [text for value in batch.values() for text in kept_whole(value, size)]
+    if isinstance(batch, list | tuple):
+        return [text for value in batch for text in kept_whole(value, size)]
+    if batch is None or isinstance(batch, str | bytes | bool | int | float | complex):
+        return []
+    return [f"an object of type {type(batch).__name__}"]
 
 
 def select(batch: Any, index: Tensor | slice, size: int) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from eigentrace.batch import select, tensors_of
+from eigentrace.batch import kept_whole, select, tensors_of
 from eigentrace.curvature import Curvature, working_form
 from eigentrace.data import Batch, Data
 from eigentrace.errors import DeterminismError, EigentraceError, NumericalError, PrecisionWarning, TaskError
@@ -172,12 +172,33 @@ def _check_independent(task: Task, batch: Any, losses: Tensor) -> None:
     except (EigentraceError, torch.OutOfMemoryError):
         raise
     except (ValueError, RuntimeError, IndexError) as error:
-        raise TaskError(f"The loss of an example that is alone in its batch fails ({error}), {_NOT_ALONE}") from error
-    gap = _relative(losses[i], alone) if len(alone) == 1 else float("inf")
+        why = _why_not_alone(batch, len(losses))
+        raise TaskError(f"The loss of an example that is alone in its batch fails ({error}), {why}") from error
+    if len(alone) != 1:
+        raise TaskError(
+            f"The loss of an example that is alone in its batch has {len(alone)} numbers, "
+            f"{_why_not_alone(batch, len(losses))}"
+        )
+    gap = _relative(losses[i], alone)
     if gap > max(_SAME_TOL[_precision(task)], 1e-3):
         raise TaskError(
-            f"The loss of an example changes by {gap:.2g} of its size when it is alone in its batch, {_NOT_ALONE}"
+            f"The loss of an example changes by {gap:.2g} of its size when it is alone in its batch, "
+            f"{_why_not_alone(batch, len(losses))}"
         )
+
+
+def _why_not_alone(batch: Any, size: int) -> str:
+    """Name what could not be taken apart, if anything, and else the usual causes."""
+    whole = kept_whole(batch, size)
+    if not whole:
+        return _NOT_ALONE
+    more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
+    return (
+        f"so either losses are not per example, or the batch was not taken apart as it should be: of its {size} "
+        f"examples, each keeps the whole of {whole[0]}{more}. Give every example a place along the first dimension of "
+        "the tensors, in tuples, lists or dicts; where that cannot be (graphs in one piece, lists of tensors, objects "
+        "of your own), give one example at a time: Data(dataset, collate, batch_size=1)."
+    )
 
 
 def _check_gradient(task: Task, batch: Any, losses: Tensor) -> None:

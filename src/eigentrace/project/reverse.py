@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from eigentrace.batch import select, split
+from eigentrace.errors import UnsupportedError
 from eigentrace.project.engine import Job, Projection
 from eigentrace.rows import apply
 from eigentrace.task import Values
@@ -28,6 +29,8 @@ def one_by_one(job: Job, batch: Any, size: int) -> Projection:
 def vmapped_gradients(job: Job, batch: Any, size: int) -> Iterator[Gradients]:
     """Yield per-example gradients of consecutive parts of the batch."""
     tensors, rebuild = split(batch, size)
+    if not tensors:
+        raise UnsupportedError(f"no tensor of the batch has its {size} examples along the first dimension")
 
     def value(params: Values, example: list[Tensor]) -> Tensor:
         return job.function(params, rebuild_one(example))[0]
