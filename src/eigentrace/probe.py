@@ -197,7 +197,8 @@ def _why_not_alone(batch: Any, size: int) -> str:
         f"so either losses are not per example, or the batch was not taken apart as it should be: of its {size} "
         f"examples, each keeps the whole of {whole[0]}{more}. Give every example a place along the first dimension of "
         "the tensors, in tuples, lists or dicts; where that cannot be (graphs in one piece, lists of tensors, objects "
-        "of your own), give one example at a time: Data(dataset, collate, batch_size=1)."
+        "of your own), give one example at a time: Data(dataset, collate, batch_size=1), on a GPU with "
+        "Compute(batch='data')."
     )
 
 
