@@ -721,3 +721,30 @@ def test_a_text_beyond_the_models_positions_is_said_to_be_too_long():
 def test_labels_that_are_all_ignored_are_named_among_the_causes():
     with pytest.raises(NumericalError, match=r"no label counts \(all of them -100.*Look at the labels"):
         et.Arnoldi(steps=4, keep=2).fit(et.causal_lm(Tokens()), tokens(labels=torch.full((8, 4), -100)))
+
+
+# --- classes for the record of a run ----------------------------------------------------------------------------------
+
+CLASSES = {  # outputs of a model with three, and labels of (inputs, classes)
+    "several classes": (
+        lambda o: o,
+        lambda b: F.one_hot(b[1], 3),
+        r"the class of each example.*got torch\.int64 \(12, 3\)",
+    ),
+    "targets": (lambda o: o, lambda b: b[0][:, 0], r"integers of shape \(B,\), got torch\.float32 \(12,\)"),
+    "a list": (lambda o: o, lambda b: b[1].tolist(), "got list.*Leave `labels` out"),
+    "one logit": (lambda o: o[:, :1], lambda b: b[1] > 0, r"shape \(12, classes\).*got \(12, 1\).*two outputs for two"),
+    "pixels": (lambda o: o[:, :, None], lambda b: b[1], r"one output per class.*got \(12, 3, 1\)"),
+}
+
+
+@pytest.mark.parametrize(("view", "labels", "match"), table(CLASSES))
+def test_classes_that_a_run_cannot_record_are_refused_before_anything_is_written(view, labels, match, tmp_path):
+    task = et.Task(
+        net(),
+        outputs=lambda m, b: view(m(b[0])),
+        output_loss=lambda o, b: o.flatten(1).square().sum(dim=1),
+        labels=labels,
+    )
+    with pytest.raises(TaskError, match=match):
+        et.score(fit(task), examples(), tmp_path / "run")

@@ -166,7 +166,14 @@ class Task:
         """Return the class that each example was given."""
         if self._labels is None:
             raise TaskError("This task knows no classes: give `labels` to Task, or use eigentrace.classification.")
-        return self._labels(batch)
+        found = self._labels(batch)
+        if not isinstance(found, Tensor) or found.ndim != 1 or found.is_floating_point() or found.is_complex():
+            shape = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise TaskError(
+                f"`labels` must return the class of each example, integers of shape (B,), got {shape}. Leave `labels` "
+                "out where examples have several classes or none, and give such columns to score(columns=...)."
+            )
+        return found
 
     def output_losses(self, outputs: Any, batch: Any) -> Tensor:  # (B,)
         """Evaluate the per-example loss of given outputs."""

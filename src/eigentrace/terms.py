@@ -3,6 +3,7 @@
 from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from eigentrace.blocks import Block, What, at_state
 from eigentrace.compute import Compute
 from eigentrace.data import Batch, Data
 from eigentrace.ensemble import Ensemble
-from eigentrace.errors import UnsupportedError
+from eigentrace.errors import TaskError, UnsupportedError
 from eigentrace.fitted import Fitted
 from eigentrace.project import Job, Projection, project
 from eigentrace.projected import ProjectedFit
@@ -100,9 +101,20 @@ def _described(term: Term, batch: Batch) -> dict[str, Tensor]:
     if term.block.state is not None:
         found["loss"] = task.losses(task.params, values)
     if task.has_labels:
-        confidence, prediction = task.outputs(task.params, values).float().softmax(dim=1).max(dim=1)
-        found |= {"label": task.labels(values).long(), "prediction": prediction, "confidence": confidence}
+        found |= _classes(task, values)
     return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+def _classes(task: Task, values: Any) -> dict[str, Tensor]:
+    labels, outputs = task.labels(values).long(), task.outputs(task.params, values)
+    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(labels) or outputs.shape[1] < 2:
+        raise TaskError(
+            f"A task with `labels` must have one output per class, shape ({len(labels)}, classes) for this batch, got "
+            f"{shape}. Leave `labels` out, or give two outputs for two classes."
+        )
+    confidence, prediction = outputs.float().softmax(dim=1).max(dim=1)
+    return {"label": labels, "prediction": prediction, "confidence": confidence}
 
 
 def measured(fitted: Fitted, queries: Data, compute: Compute) -> dict[str, Tensor]:
