@@ -127,6 +127,24 @@ def test_double_is_the_model_in_float64():
     assert double.double() is double
 
 
+def test_double_of_complex_numbers():
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3, 3)
+            self.register_buffer("turn", torch.exp(1j * torch.arange(3)))
+
+        def forward(self, x):
+            return self.head((x * self.turn).real)
+
+    x, y = examples()
+    task, data = et.Task(Turned(), cross_entropy), (torch.complex(x, x.flip(1)), y)
+    double = task.double()
+    assert double.losses(double.params, double.place(data)).dtype == torch.float64
+    exact = et.ExactHessian(damping=0.5).fit(task, data).self_influence(data)
+    assert torch.allclose(exact, et.ExactHessian(damping=0.5).fit(double, data).self_influence(data))
+
+
 def test_double_of_another_state():
     other = Normed()
     other.scale.mul_(3)

@@ -86,8 +86,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def to_double(batch: Any) -> Any:
-    """Cast the floating tensors of a batch to float64."""
-    return map_tensors(lambda t: t.double() if t.is_floating_point() else t, batch)
+    """Cast the floating tensors of a batch to float64, the complex ones to complex128."""
+    return map_tensors(doubled, batch)
+
+
+def doubled(tensor: Tensor) -> Tensor:
+    """Return a tensor in double precision if it holds real or complex numbers, whole numbers as they are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def split(batch: Any, size: int) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from eigentrace.batch import to_device, to_double
+from eigentrace.batch import doubled, to_device, to_double
 from eigentrace.errors import EigentraceWarning, MismatchError, TaskError
 from eigentrace.guard import lookup_outside, prepared
 from eigentrace.seal import Seal
@@ -221,7 +221,7 @@ class Task:
         other = copy.copy(self)
         fixed = {name: value.detach() for name, value in self.tensors().items() if name not in self.params}
         other.params = {name: value.double() for name, value in self.params.items()}
-        other._fixed = {name: v.double() if v.is_floating_point() else v for name, v in fixed.items()}
+        other._fixed = {name: doubled(value) for name, value in fixed.items()}
         other.layout = Layout.of(other.params)
         other._double = True
         other._seal, other._is_own = None, False  # it holds its own copy of every number
