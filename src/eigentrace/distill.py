@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from eigentrace.errors import ConvergenceWarning, InputError, NumericalError
+from eigentrace.errors import ConvergenceWarning, EigentraceWarning, InputError, NumericalError
 from eigentrace.krylov import Ending, Krylov, ritz
 from eigentrace.settings import check_counts
 
@@ -21,6 +21,8 @@ DELTA_FLOOR = 1e-4
 _SETTLED = 0.1
 # Orthonormality of the rows beyond which they are corrected: far above float32 rounding, far below bf16's.
 _GRAM_TOL = 1e-5
+# Eigenvalues that rounding, in bfloat16 too, may push below zero, as a share of the largest.
+_ROUNDED = 0.05
 
 
 @dataclass(frozen=True)
@@ -200,5 +202,18 @@ def warn_unless_converged(spectrum: Spectrum) -> None:
             f"The last of {len(spectrum.eigenvalues)} kept eigenvalues has not settled after {spectrum.num_products} "
             f"products: |λ| = {last:.3g} with residual {bound:.3g}. Raise `steps` or lower `keep`.",
             ConvergenceWarning,
+            stacklevel=3,
+        )
+
+
+def warn_unless_convex(spectrum: Spectrum) -> None:
+    """Say when Gauss-Newton curvature bends downwards, as under a loss that is convex in the outputs it cannot."""
+    lowest, largest = float(spectrum.eigenvalues.min()), float(spectrum.eigenvalues.abs().max())
+    if lowest < -_ROUNDED * largest:
+        warnings.warn(
+            f"The Gauss-Newton curvature has a negative eigenvalue, {lowest:.3g} beside {largest:.3g}: `output_loss` "
+            "is not convex in the outputs. Give outputs in which it is (logits rather than what is made of them), or "
+            "use curvature='hessian'.",
+            EigentraceWarning,
             stacklevel=3,
         )

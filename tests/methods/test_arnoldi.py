@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -10,7 +11,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from eigentrace.errors import ConvergenceWarning, InputError, NumericalError, TaskError, UnsupportedError
+from eigentrace.errors import (
+    ConvergenceWarning,
+    EigentraceWarning,
+    InputError,
+    NumericalError,
+    TaskError,
+    UnsupportedError,
+)
 from eigentrace.krylov import Ending
 from models import Case, dense_gradients, dense_hessian
 
@@ -276,3 +284,21 @@ def test_the_exact_hessian_says_what_does_not_run_in_float64(cast):
     data = [(torch.randn(6, 3), torch.tensor([0, 1] * 3))]
     with pytest.raises(TaskError, match=r"does not run in float64: .* fixed to float32"):
         et.ExactHessian(damping=1.0).fit(et.Task(Casting(), loss), data)
+
+
+def test_a_loss_that_is_not_convex_in_the_outputs_is_told():
+    model, data = nn.Linear(3, 2).double(), (torch.randn(8, 3).double(),)
+    tasks = {
+        convex: et.Task(
+            model,
+            outputs=lambda m, b: m(b[0]),
+            output_loss=lambda o, b, f=torch.square if convex else torch.cos: f(o).sum(dim=1),
+        )
+        for convex in (True, False)
+    }
+    with pytest.warns(EigentraceWarning, match="negative eigenvalue, .* is not convex in the outputs.*'hessian'"):
+        et.Arnoldi(steps=8, keep=4).fit(tasks[False], data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        et.Arnoldi(steps=8, keep=4).fit(tasks[True], data)
+        et.Arnoldi(steps=8, keep=4, curvature="hessian").fit(tasks[False], data)

@@ -15,7 +15,7 @@ from eigentrace.chance import generator_of
 from eigentrace.coordinates import check_wanted
 from eigentrace.curvature import Curvature, Kind, compiling_pays, resolve_kind
 from eigentrace.data import Data
-from eigentrace.distill import Cut, Tail, distill, warn_unless_converged
+from eigentrace.distill import Cut, Tail, distill, warn_unless_converged, warn_unless_convex
 from eigentrace.errors import InputError
 from eigentrace.iteration import SavedIteration, opened
 from eigentrace.krylov import Basis, Krylov, arnoldi, finished, lanczos
@@ -113,6 +113,8 @@ class Arnoldi:
         with task.session(), self._opened(resume, task, data, size, generator) as saved:
             distilled = distill(self._krylov(task, data, generator, saved), self.keep)
         warn_unless_converged(distilled.spectrum)
+        if resolve_kind(self.curvature, task) == "gauss-newton" and not self.spread:
+            warn_unless_convex(distilled.spectrum)
         wanted = SHAPED_COORDINATES if self.coordinates is None and self.tail == "shaped" else self.coordinates
         cut = Cut(self.keep, self.tail if self.tail != "shaped" else "auto", self.positive_only)
         settings = settings_of(self) | (
