@@ -693,6 +693,15 @@ def test_a_token_outside_the_vocabulary_is_named_with_the_table_and_its_size(wro
         fitted.self_influence([bad], compute=et.Compute(engine="reverse"))
 
 
+def test_an_error_of_the_callers_own_says_what_batch_it_met():
+    x, y = examples()
+    data = {"x": x.double(), "more": [y, "text"]}
+    with pytest.raises(RuntimeError, match="same dtype") as caught:
+        fit(et.Task(net(), lambda m, b: cross_entropy(m, (b["x"], b["more"][0]))), data)
+    (note,) = caught.value.__notes__
+    assert "with the batch {'x': float64 (8, 3), 'more': list(int64 (8,), str)}. Call it yourself" in note
+
+
 def test_other_index_errors_of_a_model_pass_through():
     class Picks(nn.Linear):
         def forward(self, x):

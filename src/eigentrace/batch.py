@@ -50,6 +50,17 @@ def length_of(batch: Any) -> int:
     return sizes[0]
 
 
+def described(batch: Any) -> str:
+    """Say what a batch is made of: types and shapes, in its own containers."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key!r}: {described(value)}" for key, value in batch.items()) + "}"
+    if isinstance(batch, list | tuple):
+        return f"{type(batch).__name__}({', '.join(map(described, batch))})"
+    return type(batch).__name__
+
+
 def kept_whole(batch: Any, size: int) -> list[str]:
     """Say what of a batch of `size` examples is the same for each of them, and not on purpose as far as one can tell.
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from eigentrace.batch import kept_whole, select, tensors_of
+from eigentrace.batch import described, kept_whole, select, tensors_of
 from eigentrace.curvature import Curvature, working_form
 from eigentrace.data import Batch, Data
 from eigentrace.errors import DeterminismError, EigentraceError, NumericalError, PrecisionWarning, TaskError
@@ -130,6 +130,13 @@ def _losses_leaving_model_alone(task: Task, batch: Any) -> Tensor:
     values = {name: value.clone() for name, value in task.params.items()}
     try:
         losses = task.losses(values, batch).detach()
+    except Exception as error:
+        if not isinstance(error, EigentraceError):  # the caller's own, which keeps its type and gets a note
+            error.add_note(
+                f"The loss failed when eigentrace first called it, in eval mode, with the batch {described(batch)}. "
+                "Call it yourself as loss(model, batch) on such a batch."
+            )
+        raise
     finally:
         changed = [name for name, tensor in own.items() if not _equal(tensor, before[name])]
         for name in changed:
