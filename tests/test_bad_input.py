@@ -165,6 +165,12 @@ def test_batches_that_cannot_be_taken_apart_are_named_and_single_examples_are_ri
         assert float(sum(g.square().sum() for g in own)) == pytest.approx(float(score), rel=1e-4)
 
 
+def test_a_list_of_single_examples_is_named_among_the_causes():
+    x, _ = examples()
+    with pytest.raises(TaskError, match=r"alone in its batch fails .*list of single examples as Data\(examples\)"):
+        fit(et.Task(nn.Linear(3, 3), lambda m, b: (m(b[0]) - b[1]).square()), [(row, row) for row in x])
+
+
 def test_independence_is_judged_on_an_example_with_loss():
     # The first example is fitted so well that dividing its loss by anything changes nothing.
     def loss(model, batch):

@@ -24,7 +24,7 @@ _FINITE_DIFFERENCE_TOL = 0.1
 _FINITE_DIFFERENCE_STEPS = (1e-2, 1e-3, 1e-4)
 _NOT_ALONE = (
     "so losses are not per example. Look for a division by the batch's size or token count, batch statistics, or other "
-    "examples."
+    "examples. A list is read as batches: give a list of single examples as Data(examples)."
 )
 # Examples that the loss is tried on.
 _LOOKED_AT = 8
