@@ -708,6 +708,26 @@ def test_an_error_of_the_callers_own_says_what_batch_it_met():
     assert "with the batch {'x': float64 (8, 3), 'more': list(int64 (8,), str)}. Call it yourself" in note
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_loss_that_differentiates_by_itself_is_told_how(enabled):
+    def loss(model, batch):
+        x = batch[0].clone().requires_grad_()
+        with torch.set_grad_enabled(enabled or torch.is_grad_enabled()):
+            (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return slope.square().sum(dim=1)
+
+    model, data = net(), examples()
+    if not enabled:
+        with pytest.raises(RuntimeError, match="does not require grad") as caught:
+            fit(et.Task(model, loss), data)
+        assert "must do so inside torch.enable_grad()" in caught.value.__notes__[0]
+        return
+    scores = et.TracIn().fit(et.Task(model, loss), data).self_influence(data)
+    for i, score in enumerate(scores):
+        own = torch.autograd.grad(loss(model, (data[0][i : i + 1],)).sum(), list(model.parameters()), allow_unused=True)
+        assert float(sum(g.square().sum() for g in own if g is not None)) == pytest.approx(float(score), rel=1e-4)
+
+
 def test_other_index_errors_of_a_model_pass_through():
     class Picks(nn.Linear):
         def forward(self, x):

@@ -133,8 +133,10 @@ def _losses_leaving_model_alone(task: Task, batch: Any) -> Tensor:
     except Exception as error:
         if not isinstance(error, EigentraceError):  # the caller's own, which keeps its type and gets a note
             error.add_note(
-                f"The loss failed when eigentrace first called it, in eval mode, with the batch {described(batch)}. "
-                "Call it yourself as loss(model, batch) on such a batch."
+                f"The loss failed when eigentrace first called it, in eval mode and under torch.no_grad(), with the "
+                f"batch {described(batch)}. Call it yourself as loss(model, batch) on such a batch. One that "
+                "differentiates by itself (a penalty on gradients, forces, a differential equation) must do so inside "
+                "torch.enable_grad()."
             )
         raise
     finally:
