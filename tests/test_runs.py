@@ -226,3 +226,14 @@ def test_attaching_checks_model_and_data(run):
         et.open_run(run.path, task(), et.Data([Points_(row) for row in range(60)]))
     with pytest.raises(MismatchError, match="has 60 examples and the data 59"):
         et.open_run(run.path, task(), data(59))
+
+
+def test_attaching_compares_the_loss(run):
+    own = task()
+
+    def twice(model, batch):
+        return 2 * own._loss(model, batch)
+
+    with pytest.raises(MismatchError, match=r"another loss than the run .* row \d is .* in the run and .* by the task"):
+        et.open_run(run.path, et.Task(own.model, twice), data())
+    assert et.open_run(run.path, et.Task(own.model, own._loss), data()).explain([0], k=2).how == "exact"

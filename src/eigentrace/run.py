@@ -25,7 +25,7 @@ from eigentrace.store.shards import gaps, names_in, read_column, read_rows, unha
 from eigentrace.store.table import ID
 from eigentrace.task import Task
 from eigentrace.terms import EXPONENTS, FEATURES
-from eigentrace.unchanged import comparing, difference
+from eigentrace.unchanged import check_loss, comparing, difference
 
 _SCORED = ("loss", "gradient_norm", "self_influence", "label", "prediction", "confidence")
 
@@ -205,6 +205,8 @@ class Run:
         given = self.data if data is None else as_data(data)
         if given is not None and data is not None:
             self.check_data(given, task if task is not None or fitted is None else fitted.task)
+            if fitted is not None:
+                check_loss(self.folder, fitted, given)
             given = comparing(self.folder, given)
         return Run(self.folder, fitted, given)
 

@@ -11,14 +11,19 @@ import torch
 from eigentrace.data import Data
 from eigentrace.data.rows import spread
 from eigentrace.errors import MismatchError
+from eigentrace.fitted import Fitted
 from eigentrace.store import Folder
 from eigentrace.store.columns import first_difference
 from eigentrace.store.shards import gaps, names_in, read_column, read_rows
 from eigentrace.store.table import ID, as_columns
 from eigentrace.task import Task
+from eigentrace.terms import terms_of
 
 # Rows that are read to be compared when a run that has begun is scored again.
 _COMPARED = 1024
+# Examples whose loss is evaluated to see whether a task is the one that scored them, and how far rounding may move it.
+_EVALUATED = 8
+_SAME_LOSS = 0.1
 
 
 def difference(folder: Folder, data: Data, task: Task | None) -> str | None:
@@ -104,6 +109,33 @@ def _sample_difference(folder: Folder, data: Data) -> str | None:
             return f"row {batch.rows[differs.argmax()]} holds something else than was scored"
         start += len(batch)
     return None
+
+
+def check_loss(folder: Folder, fitted: Fitted, data: Data) -> None:
+    """Stop if the task gives the first examples another loss than the run holds of them.
+
+    Examples that were changed since are passed over here: they are told of when they are read.
+    """
+    shard = next(iter(folder.record.read()), None)
+    if shard is None or shard.start > 0 or "loss" not in names_in(folder.record.file(shard)):
+        return
+    file, task = folder.record.file(shard), terms_of(fitted)[0].task
+    reading = data.batches(range(min(_EVALUATED, shard.stop)), digests=True)
+    batch = next(reading)
+    reading.close()  # type: ignore[attr-defined]
+    rows = batch.rows.tolist()
+    with task.session():
+        here = task.losses(task.params, task.place(batch.values)).double().cpu()
+    held = read_rows(file, "loss", rows).double()
+    gaps = (here - held).abs()
+    if batch.digests is not None and "digest" in names_in(file):
+        gaps[torch.from_numpy(batch.digests != read_rows(file, "digest", rows).numpy().view(np.uint64))] = 0
+    if float(gaps.max()) > _SAME_LOSS * max(float(held.abs().max()), 1e-3):
+        at = int(gaps.argmax())
+        raise MismatchError(
+            f"The task has another loss than the run at {folder.path}: that of row {rows[at]} is {held[at]:.4g} in the "
+            f"run and {here[at]:.4g} by the task. Give the task as it was scored."
+        )
 
 
 def comparing(folder: Folder, data: Data) -> Data:
