@@ -195,3 +195,21 @@ def test_more_than_there_are_gives_all(task):
     whole = rows.dense(0, rows.count)
     assert rows.count == task.layout.numel
     assert torch.allclose(whole @ whole.T, torch.eye(rows.count).double(), atol=1e-12)
+
+
+def test_where_float32_gives_up_float64_diagonalises(monkeypatch):
+    x = torch.randn(200, 12) * (torch.arange(12) < 5)  # most inputs are always zero
+    covariances = (x.T @ x)[None]
+    expected = kronecker._eigenvectors(covariances)
+    eigh = torch.linalg.eigh
+
+    def picky(matrix):
+        if matrix.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("the algorithm failed to converge")
+        return eigh(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", picky)
+    found = kronecker._eigenvectors(covariances)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found[:, :5], expected[:, :5], atol=1e-5)
+    assert torch.allclose(found.T @ found, torch.eye(12), atol=1e-5)

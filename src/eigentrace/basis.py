@@ -145,7 +145,7 @@ class Vectors:
         if self._split:
             return in_pieces(part, right)
         left, right = (side.to(self.working).contiguous() for side in (part, right))
-        return (left @ right.T).double()
+        return in_pieces(left, right) if self.working == torch.float32 else left @ right.T
 
     def _mixed(self, coefficients: Tensor) -> Iterator[tuple[slice, Tensor]]:  # (k, count) -> (k, width) at a time
         k, count = coefficients.shape
@@ -191,10 +191,10 @@ def thirds(numbers: Tensor) -> Tensor:  # float32 (*) -> bfloat16 (3, *)
 
 
 def in_pieces(left: Tensor, right: Tensor) -> Tensor:  # (m, width), (n, width) -> (m, n) float64
-    """Sum products of bfloat16 rows in many short pieces.
+    """Sum products of bfloat16 or float32 rows in many short pieces.
 
     One long product would leave most of a GPU idle; and its matrix units cut every partial sum short, which over
-    millions of terms of one sign costs four digits.
+    millions of terms of one sign costs four digits. On some processors one of float32 costs two.
     """
     width = left.shape[1]
     body = width // _PIECE * _PIECE

@@ -108,7 +108,12 @@ def _eigenvectors(covariances: Tensor | None) -> Tensor | None:  # (g, width, wi
     if covariances is None or covariances.shape[1] == 1:
         return None
     each = max(1, _MOST_COLUMNS // len(covariances))
-    basis = torch.block_diag(*torch.linalg.eigh(covariances).eigenvectors.flip(-1)[..., :each])
+    try:
+        vectors = torch.linalg.eigh(covariances).eigenvectors
+    except torch.linalg.LinAlgError:
+        # Inputs that are always zero give as many equal eigenvalues, at which float32 gives up on some processors.
+        vectors = torch.linalg.eigh(covariances.double()).eigenvectors.to(covariances.dtype)
+    basis = torch.block_diag(*vectors.flip(-1)[..., :each])
     return with_fixed_signs(basis.T.contiguous()).T.contiguous()
 
 
