@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -225,15 +225,14 @@ def retrained(bench: Bench, rows: np.ndarray, seed: int) -> Cell:
 
 def measure_choice(part: Part, title: str, choose: Callable[[Bench], np.ndarray]) -> None:
     """Train again on the pairs that are chosen, with each seed; say what they are and what they are worth."""
-    wanted = {seed: name for seed in part.session.seeds if not part.has(name := seeded(title, seed))}
 
     def work(seed: int) -> Cell:
         bench = Bench.of(part.session)
         rows = choose(bench)
         return bench.makeup(rows) | retrained(bench, rows, seed)
 
-    for seed, name in wanted.items():
-        part.cell(name, lambda seed=seed: work(seed))  # type: ignore[misc]
+    for seed in part.session.seeds:
+        part.cell(seeded(title, seed), partial(work, seed))
 
 
 _SEED = ", seed "

@@ -136,7 +136,7 @@ def product_of(kind: str, form: Form, precision: Precision) -> Product:
                 return product(task.in_bf16(), values, tangents, batch)
         # Under torch.func autocast acts below the transforms, which never see its casts: the backward half must run
         # inside it too, and attention still meets mixed types on a GPU, where softmax widens its input.
-        with torch.autocast(task.layout.device.type, torch.bfloat16, cache_enabled=False):
+        with task.in_bf16().casting():
             return product(task, values, tangents, batch)
 
     return in_bf16
