@@ -75,7 +75,8 @@ class Decoding:
 
     def next(self, tokens: Tensor) -> Tensor:  # (R,) -> (R, words)
         """Add a token to each; return the log-probabilities of what comes after it."""
-        x = self.model.embed(tokens[:, None], torch.tensor([[self.place]], device=tokens.device))
+        # Filled on the device: a number brought there would be waited for at every token.
+        x = self.model.embed(tokens[:, None], torch.full((1, 1), self.place, device=tokens.device))
         for block in self.blocks:
             x = block(x, self.mask)
         self.place += 1

@@ -194,7 +194,7 @@ def in_pieces(left: Tensor, right: Tensor) -> Tensor:  # (m, width), (n, width) 
     """Sum products of bfloat16 or float32 rows in many short pieces.
 
     One long product would leave most of a GPU idle; and its matrix units cut every partial sum short, which over
-    millions of terms of one sign costs four digits. On some processors one of float32 costs two.
+    millions of terms of one sign costs four digits. On some processors one of float32 loses digits too.
     """
     width = left.shape[1]
     body = width // _PIECE * _PIECE
