@@ -6,6 +6,7 @@ python -m experiments.mt_filter --data FOLDER --parts none,arnoldi_10,arnoldi_50
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -66,7 +67,8 @@ def measure_corpus(session: Session) -> None:
 def measure_scores(session: Session) -> None:
     """Score the noisy corpus in every way, and say how well each score tells noise from clean pairs."""
     part = _scores_part(session)
-    bench = Bench.of(session)
+    # Seconds are of this machine, so scores are too.
+    bench = replace(Bench.of(session), published=None)
     part.cell("network", lambda: bench.network.facts)
     for score in SCORES:
         for name in (score, score + PER_TOKEN):

@@ -3,6 +3,7 @@
 import json
 import re
 from argparse import ArgumentTypeError, Namespace
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -14,7 +15,7 @@ from bench.measure import Run
 from experiments import mt_selection
 from experiments.frame import Session, main
 from experiments.models.transformer import Recipe, make_transformer, train_transformer
-from experiments.mt_filter import EXPERIMENT, kept_of, ranking
+from experiments.mt_filter import EXPERIMENT, kept_of, measure_scores, ranking
 from experiments.mt_filter_page import PAPER, PER_WAY, SELECTIONS, label, part_name
 from experiments.mt_network import OUR_WAY, PAPER_WAY
 from experiments.mt_selection import (
@@ -23,6 +24,7 @@ from experiments.mt_selection import (
     ORACLE,
     PER_TOKEN,
     PREFILTER,
+    PUBLISHED,
     RAND_PROJ,
     RANDOM,
     RETRAINED,
@@ -69,6 +71,42 @@ def test_scores_are_kept_and_in_the_order_of_the_corpus(bench, made_up):
     assert np.array_equal(Bench(bench.session, bench.corpora, bench.corpus, bench.pairs).scores("made up"), first)
     assert len(made_up) == 1
     assert bench.seconds("made up" + PER_TOKEN) >= 0
+
+
+def test_published_scores_are_taken_where_the_cache_has_none(bench, made_up, tmp_path):
+    published, cache = tmp_path / "published", tmp_path / "cache"
+    there = replace(bench, corpora=replace(bench.corpora, cache=published))
+    assert np.array_equal(there.scores("made up"), bench.pairs.target_lengths**2)
+    before = len(made_up)
+    elsewhere = replace(bench, corpora=replace(bench.corpora, cache=cache), published=published)
+    assert np.array_equal(elsewhere.scores("made up"), there.scores("made up"))
+    assert len(made_up) == before
+    assert not cache.exists()
+    own = replace(elsewhere, published=None)
+    assert np.array_equal(own.scores("made up"), there.scores("made up"))
+    assert len(made_up) == before + 1
+
+
+def test_scores_that_are_measured_are_made_here(bench, made_up, tmp_path, monkeypatch):
+    for name in set(SCORES) - {"made up"}:
+        monkeypatch.delitem(SCORES, name)
+    monkeypatch.setattr(mt_selection, "load_network", lambda session: (Namespace(facts={}), None))
+    bench.scores("made up")
+    before = len(made_up)
+    elsewhere = replace(bench, corpora=replace(bench.corpora, cache=tmp_path), published=bench.corpora.cache)
+    monkeypatch.setattr(Bench, "of", staticmethod(lambda session: elsewhere))
+    measure_scores(bench.session)
+    assert len(made_up) == before + 1
+
+
+def test_the_published_scores_are_of_the_published_corpus():
+    (records,) = json.loads((PUBLISHED.parent / "mt_filter.json").read_text()).values()
+    files = sorted(PUBLISHED.iterdir())
+    assert len(files) == len(SCORES)
+    for file in files:
+        with np.load(file) as found:
+            assert found["values"].shape == (records["scores"]["cells"]["corpus"]["pairs"],)
+            assert np.isfinite(found["values"]).all()
 
 
 def test_the_lowest_scores_are_chosen(bench, made_up):
