@@ -3,7 +3,7 @@
 import argparse
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 import eigentrace
 from bench.measure import Cell, Run, Subject, attempt, release
 from bench.models import MODELS, SMALL, Entry
-from bench.record import Recorder, merged, read, stem, write
+from bench.record import Recorder, add, read, stem, taking_turns
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ def _measure(benchmark: Benchmark, name: str, run: Run, path: Path, settings: ar
     return outcome
 
 
+# Where a command read and wrote is the business of one machine, and not recorded.
 _PLACES = ("--out", "--cache", "--data")
 
 
@@ -101,9 +102,10 @@ def carried_out(
     """
     path = settings.out / f"{stem(name, small=settings.small)}.json"
     for other in settings.merge or ():
-        write(path, merged(read(path), read(other)))
+        add(path, read(other))
     failures = 0 if settings.merge or settings.render else measure(path)
-    render(settings.out, settings.small)
+    with taking_turns(settings.out):
+        render(settings.out, settings.small)
     return failures
 
 
@@ -134,18 +136,18 @@ def start(name: str, settings: argparse.Namespace, argv: Sequence[str], package:
         "torch": torch.__version__,
         "eigentrace": eigentrace.__version__,
         "python": platform.python_version(),
-        "command": " ".join([f"python -m {package}.{name}", *_without_places(argv)]),
+        "command": " ".join([f"python -m {package}.{name}", *without(argv, _PLACES)]),
     }
     return Run(device, settings.small, seconds, info, settings.profile)
 
 
-def _without_places(argv: Sequence[str]) -> list[str]:
-    """Leave out of a command where it read and wrote: that is the business of one machine."""
+def without(argv: Sequence[str], options: Collection[str]) -> list[str]:
+    """Leave options that have a value out of a command."""
     kept: list[str] = []
     words = iter(argv)
     for word in words:
         name, given, _ = word.partition("=")
-        if name not in _PLACES:
+        if name not in options:
             kept.append(word)
         elif not given:
             next(words, None)

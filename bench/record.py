@@ -5,7 +5,9 @@ holds numbers, or "failed" with the reason, and the date of the run it comes fro
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,26 @@ def _merged_record(old: Record | None, new: Record | None) -> Record:
     return new | {"cells": cells, "runs": runs}
 
 
+def add(path: Path, new: Results) -> None:
+    """Merge results into a file that other processes may be adding to."""
+    with taking_turns(path.parent):
+        write(path, merged(read(path), new))
+
+
+@contextmanager
+def taking_turns(folder: Path) -> Iterator[None]:
+    """Have the processes that write to a folder wait for each other."""
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 class Recorder:
     """Writes the cells of one model as they are measured."""
 
@@ -72,7 +94,7 @@ class Recorder:
         info = dict(self.run.info)
         date = info.pop("date")
         record = self.record | {"cells": {name: cell | {"run": date}}, "runs": {date: info}}
-        write(self.path, merged(read(self.path), {described(self.run.device): {self.model: record}}))
+        add(self.path, {described(self.run.device): {self.model: record}})
         return cell
 
 

@@ -3,6 +3,7 @@
     python -m experiments.NAME --small                # minutes at most, on a CPU: to see that everything runs
     python -m experiments.NAME --data FOLDER          # real size; FOLDER holds the data, --download fetches it there
     python -m experiments.NAME --parts a,b --missing  # some of it, and only numbers that are not there yet
+    python -m experiments.NAME --workers 4            # parts shared among four processes at a time
     python -m experiments.NAME --merge other.json     # take over what was measured elsewhere
     python -m experiments.NAME --render               # write page and figures again
 
@@ -22,6 +23,7 @@ from bench.command import carried_out, choices, result_options, say, start
 from bench.measure import Cell, Run, attempt, described
 from bench.record import Record, Recorder, heading, read, runs_of, stem
 from eigentrace.errors import InputError
+from experiments.workers import dealt_out, run_parts
 
 Records = dict[str, Record]
 """What one machine measured, part by part."""
@@ -57,6 +59,8 @@ class Experiment:
     """What the full size showed, where it agrees with the paper and where not: Markdown, written after it ran."""
     seen: str = ""
     """The verdict in a line or two, for the list at the top of the page of all experiments."""
+    first: tuple[str, ...] = ()
+    """Parts that leave what others read, or whose seconds count: with `--workers` they run before, by themselves."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +142,12 @@ def main(experiment: Experiment, argv: Sequence[str]) -> int:
     settings = _parser(experiment).parse_args(argv)
 
     def measure(path: Path) -> int:
+        chosen = settings.parts or list(experiment.parts)
+        if settings.workers > 1:
+            return run_parts(experiment.name, argv, dealt_out(chosen, experiment.first, settings.workers))
         run = start(experiment.name, settings, argv, package="experiments")
         session = Session(run, settings, path)
-        for name in settings.parts or experiment.parts:
+        for name in chosen:
             outcome = attempt(lambda name=name: experiment.parts[name](session) or {})  # type: ignore[misc]
             if "failed" in outcome:
                 say(f"{name}: {outcome['failed']}")
@@ -187,7 +194,10 @@ def _line(cell: Cell) -> str:
 
 
 def _parser(experiment: Experiment) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m experiments.{experiment.name}", description=experiment.title)
+    # Options are passed on to other processes, so each has one name.
+    parser = argparse.ArgumentParser(
+        prog=f"python -m experiments.{experiment.name}", description=experiment.title, allow_abbrev=False
+    )
     names = ",".join(experiment.parts)
     parser.add_argument("--parts", type=choices(*experiment.parts), help=f"some of {names}; all if left out")
     parser.add_argument("--small", action="store_true", help="toy size, to see that everything runs")
@@ -195,6 +205,7 @@ def _parser(experiment: Experiment) -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="folder of the data that is not embedded")
     parser.add_argument("--download", action="store_true", help="fetch public data into the folder if it is not there")
     parser.add_argument("--missing", action="store_true", help="measure only what is not in the results yet")
+    parser.add_argument("--workers", type=int, default=1, help="processes that measure parts at the same time")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
     result_options(parser)
     parser.set_defaults(seconds=0.0, profile=False)

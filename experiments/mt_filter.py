@@ -3,6 +3,7 @@
 python -m experiments.mt_filter --small                              # phrases of a small grammar, on a CPU
 python -m experiments.mt_filter --data FOLDER --parts corpus,scores  # first: the scores of all pairs, kept in --cache
 python -m experiments.mt_filter --data FOLDER --parts none,arnoldi_10,arnoldi_50    # then any of the selections
+python -m experiments.mt_filter --data FOLDER --missing --workers 6  # all that is not there yet, six at a time
 """
 
 import sys
@@ -103,6 +104,7 @@ EXPERIMENT = Experiment(
     options,
     VERDICT,
     SEEN,
+    first=("corpus", "scores"),
 )
 
 if __name__ == "__main__":

@@ -103,11 +103,10 @@ have no sentence in common with the clean ones. Pairs with a side of more than 1
 
 `python -m experiments.mt_filter --data FOLDER` runs all of it on a GPU, with 31 trainings. `--parts scores` keeps the
 scores in `--cache`, faster with `--score-precision bf16`, which all commands must then be given; the selections, each a
-part, can then be trained on by several processes at the same time, each into an `--out` of its own, to be put together
-by `--merge`; `--seeds` trains on each several times. The scores behind this page lie in
-[mt_filter_scores](mt_filter_scores): where the cache has none, selections with `--score-precision bf16` are made by
-them, without the network. With `--small`, phrases of a small grammar stand in: it shows that everything runs, and
-nothing else.
+part, are then shared among `--workers` processes at a time; `--seeds` trains on each several times. The scores behind
+this page lie in [mt_filter_scores](mt_filter_scores): where the cache has none, selections with `--score-precision
+bf16` are made by them, without the network. With `--small`, phrases of a small grammar stand in: it shows that
+everything runs, and nothing else.
 """
 VERDICT = """\
 Not all selections have been trained on yet, the prefilter among them; what is here comes of one training each.

@@ -49,9 +49,9 @@ that is trained again and its numbers of steps are those of mt_filter.
   the loss by it.
 
 `python -m experiments.mt_prefiltered --data FOLDER` reads the scores that `mt_filter --parts scores` left in
-`--cache` if `--score-precision` is the same, or those behind mt_filter's page, or makes them. Each row is a part, so
-that several processes can share the work. With `--small`, phrases of a small grammar stand in: it shows that everything
-runs, and nothing else.
+`--cache` if `--score-precision` is the same, or those behind mt_filter's page, or makes them. Each row is a part,
+and they are shared among `--workers` processes. With `--small`, phrases of a small grammar stand in: it shows that
+everything runs, and nothing else.
 """
 VERDICT = """\
 Not all rows have been trained on yet, the one with nothing dropped among them; what is here comes of one training each.

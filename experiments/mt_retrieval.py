@@ -3,10 +3,9 @@
 python -m experiments.mt_retrieval --small                       # phrases of a small grammar, half a minute on a CPU
 python -m experiments.mt_retrieval --data FOLDER                 # Transformer Base, 108,700 pairs, 15 minutes on a GPU
 python -m experiments.mt_retrieval --data FOLDER --parts network # trained once, kept in --cache
-python -m experiments.mt_retrieval --data FOLDER --parts all_arnoldi,all_tail --out ELSEWHERE
+python -m experiments.mt_retrieval --data FOLDER --parts all_arnoldi,all_tail
 
-Once there is a network, parts need nothing of each other: several processes can measure them at the same time, each
-into a folder of its own, to be put together by --merge.
+Once there is a network, parts need nothing of each other.
 """
 
 import sys
@@ -298,6 +297,7 @@ EXPERIMENT = Experiment(
     options,
     VERDICT,
     SEEN,
+    first=("network", "all_arnoldi", "all_tail", "last_arnoldi", "last_tail", "memory"),
 )
 
 if __name__ == "__main__":

@@ -4,16 +4,18 @@ import json
 import os
 import re
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.record import table
+from bench.record import read, table
 from eigentrace.errors import InputError
-from experiments import paper
+from experiments import mt_retrieval, paper
 from experiments.download import fetch
 from experiments.frame import Experiment, Session, main
+from experiments.workers import dealt_out, run_parts
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,6 +60,61 @@ def test_missing_measures_only_what_is_not_there_or_failed(tmp_path):
     calls.clear()
     main(counting(calls), ["--out", str(tmp_path), "--parts", "first", "--missing"])
     assert calls == ["bad"]
+
+
+def test_parts_are_dealt_out_in_their_order_after_those_that_come_first():
+    assert dealt_out(["a", "b", "c", "d", "e"], ("d", "b"), 2) == [[["b", "d"]], [["a", "e"], ["c"]]]
+    assert dealt_out(["a", "b"], (), 3) == [[["a"], ["b"]]]
+    assert dealt_out(["b"], ("b",), 3) == [[["b"]]]
+
+
+def test_processes_add_to_the_same_results(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from bench.record import add\n"
+        "for k in range(40):\n"
+        "    record = {'settings': {}, 'cells': {f'{sys.argv[1]} {k}': {'run': 'd'}}, 'runs': {'d': {}}}\n"
+        "    add(Path(sys.argv[2]), {'machine': {'part': record}})"
+    )
+    path = tmp_path / "results" / "toy.json"
+    argv = [[sys.executable, "-c", code, word, str(path)] for word in ("a", "b", "c")]
+    running = [subprocess.Popen(each, cwd=ROOT) for each in argv]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    assert len(read(path)["machine"]["part"]["cells"]) == 120
+    assert [found.name for found in path.parent.iterdir()] == ["toy.json"]
+
+
+@pytest.mark.slow
+def test_workers_measure_the_parts_and_count_what_failed(tmp_path, capfd):
+    argv = ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache"), "--missing"]
+    names = "all_select,all_proj,last_proj,network"
+    assert main(mt_retrieval.EXPERIMENT, [*argv, "--parts", names, "--workers", "2"]) == 0
+    (records,) = read(tmp_path / "mt_retrieval_small.json").values()
+    retrieval = records["retrieval"]
+    assert {retrieval["runs"][cell["run"]]["command"] for cell in retrieval["cells"].values()} == {
+        f"python -m experiments.mt_retrieval --small --missing --parts {parts}"
+        for parts in ("network", "all_select,last_proj", "all_proj")
+    }
+    assert "RandSelect" in (tmp_path / "mt_retrieval_small.md").read_text()
+    before = (tmp_path / "mt_retrieval_small.json").read_bytes()
+    assert main(mt_retrieval.EXPERIMENT, [*argv, "--parts", names, "--workers", "3"]) == 0
+    assert (tmp_path / "mt_retrieval_small.json").read_bytes() == before
+    (tmp_path / "cache").rename(tmp_path / "gone")
+    (tmp_path / "cache").write_text("in the way")
+    assert main(mt_retrieval.EXPERIMENT, [*argv, "--parts", "all_tail,last_select", "--workers", "2"]) == 2
+    assert "last_select: FileExistsError" in capfd.readouterr().out
+
+
+def test_a_process_that_is_killed_is_said_and_counted(tmp_path, monkeypatch, capsys):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/said\nkill -9 $$\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert run_parts("toy", ["--workers=2", "--small", "--parts", "x"], [[["a", "b"]], [["c"]]]) == 2
+    assert (tmp_path / "said").read_text().splitlines() == [
+        "-m experiments.toy --small --parts a,b",
+        "-m experiments.toy --small --parts c",
+    ]
+    assert "a, b: the process was killed by signal 9; what it had measured is kept." in capsys.readouterr().out
 
 
 def test_numbers_of_other_settings_are_replaced_not_mixed(tmp_path):
