@@ -1,5 +1,6 @@
 """The parts of an experiment in several processes, which write to the same results."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -43,10 +44,14 @@ def run_parts(name: str, argv: Sequence[str], rounds: Sequence[Sequence[Sequence
 
 
 def _together(commands: Sequence[Sequence[str]]) -> list[int]:
-    """Run commands at the same time; if this is interrupted, end them."""
+    """Run commands at the same time; end them if this process is told to end."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("Told to end; what was measured is kept."))
     running = [subprocess.Popen(command) for command in commands]
     try:
         return [process.wait() for process in running]
     finally:
         for process in running:
             process.terminate()
+        for process in running:
+            process.wait()
+        signal.signal(signal.SIGTERM, before)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,6 +116,24 @@ def test_a_process_that_is_killed_is_said_and_counted(tmp_path, monkeypatch, cap
         "-m experiments.toy --small --parts c",
     ]
     assert "a, b: the process was killed by signal 9; what it had measured is kept." in capsys.readouterr().out
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 60\n")
+    program.chmod(0o755)
+    code = "import sys; from experiments.workers import run_parts; sys.executable = sys.argv[1]\n"
+    code += "run_parts('toy', [], [[['a'], ['b']], [['c']]])"
+    parent = subprocess.Popen([sys.executable, "-c", code, str(program)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    pids = tmp_path / "pids"
+    while parent.poll() is None and (not pids.exists() or len(pids.read_text().split()) < 2):
+        time.sleep(0.05)
+    parent.terminate()
+    assert "Told to end; what was measured is kept." in parent.communicate(timeout=30)[1]
+    assert parent.returncode == 1
+    for pid in pids.read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
 
 
 def test_numbers_of_other_settings_are_replaced_not_mixed(tmp_path):
