@@ -618,6 +618,36 @@ def test_classification_batch_is_refused(batch, error, match):
         fit(data=[batch])
 
 
+NO_CLASS = r"\(first: row 4\)\. Its label is {}, and the model has 3 classes, numbered 0 to 2\. Mend the labels"
+
+
+@pytest.mark.parametrize("label", [3, -1, -100])
+@pytest.mark.parametrize("method", [CHEAP, et.TracIn(), et.Lissa(depth=2, damping=0.1), et.Loss()], ids=str)
+def test_a_label_that_is_no_class_is_named(method, label):
+    x, y = examples(8)
+    y[4] = label
+    with pytest.raises(NumericalError, match=NO_CLASS.format(label)):
+        fit(data=(x, y), method=method)
+    fitted = fit(method=method)
+    with pytest.raises(NumericalError, match=NO_CLASS.format(label)):
+        fitted.self_influence((x, y))
+    if not isinstance(method, et.Loss):
+        with pytest.raises(NumericalError, match=NO_CLASS.format(label)):
+            fitted.influence(examples(), (x, y))
+
+
+def test_a_label_that_is_no_class_is_named_beyond_the_first_examples(tmp_path):
+    x, y = examples(30)
+    y[21] = 7
+    data, told = et.Data(TensorDataset(x, y), batch_size=8), r"row 21\)\. Its label is 7, and the model has 3 classes"
+    with pytest.raises(NumericalError, match=told):
+        fit(data=data, method=et.Arnoldi(steps=4, keep=2))
+    with pytest.raises(NumericalError, match=told):
+        et.score(fit(), data, tmp_path / "run")
+    with pytest.raises(NumericalError, match=told):
+        et.TangentRidge().fit(et.classification(net()), data)
+
+
 SEQUENCES = {
     "no shift": (
         et.seq2seq,

@@ -136,7 +136,7 @@ class Features:
         classes = self.functions.shape[1]
         like = torch.zeros(len(batch), classes, device=self.task.layout.device)
         values = self.task.place(batch.values)
-        check_losses(self.task.output_losses(like, values), batch.rows)
+        check_losses(self.task.output_losses(like, values), batch.rows, task=self.task, batch=values)
         labels = labels_of(self.task, like, values)
         return (torch.arange(classes, device=labels.device) == labels[:, None]).double() - 1 / classes
 

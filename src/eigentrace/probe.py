@@ -40,7 +40,7 @@ def check_task(task: Task, data: Data) -> None:
         )
     batch = task.place(first.values)
     losses = _losses_leaving_model_alone(task, batch)
-    check_losses(losses, first.rows)
+    check_losses(losses, first.rows, task=task, batch=batch)
     _check_repeatable(task, batch, losses)
     _check_independent(task, batch, losses)
     _check_gradient(task, batch, losses)
@@ -91,14 +91,19 @@ def _check_sample(curvature: Curvature) -> None:
     rows = np.arange(len(curvature.data)) if curvature.rows is None else curvature.rows
     for batch in track(curvature.batches(), "Checking losses"):
         losses = task.losses(task.params, batch)
-        check_losses(losses, rows[start : start + len(losses)])
+        check_losses(losses, rows[start : start + len(losses)], task=task, batch=batch)
         start += len(losses)
     if start != len(rows):
         raise TaskError(f"The loss returned {start} numbers for {len(rows)} examples. It must return one per example.")
 
 
-def check_losses(losses: Tensor, rows: np.ndarray, what: str = "loss") -> None:
-    """Check that a loss, or what else is differentiated, gave one finite number for each of these rows."""
+def check_losses(
+    losses: Tensor, rows: np.ndarray, what: str = "loss", *, task: Task | None = None, batch: Any = None
+) -> None:
+    """Check that a loss, or what else is differentiated, gave one finite number for each of these rows.
+
+    With the task and the placed batch, a label that is no class is named. It runs inside the caller's session.
+    """
     if len(losses) != len(rows):
         raise TaskError(
             f"The {what} returned {len(losses)} numbers for a batch of {len(rows)} examples. It must return one per "
@@ -107,10 +112,28 @@ def check_losses(losses: Tensor, rows: np.ndarray, what: str = "loss") -> None:
     finite = losses.isfinite().cpu().numpy()
     if not finite.all():
         bad = rows[~finite]
+        label = None if task is None else _wrong_label(task, batch, int(finite.argmin()))
         raise NumericalError(
-            f"The {what} is not finite for {len(bad)} examples of a batch (first: row {bad[0]}). Check the inputs and "
-            "labels of that row, and that the model was loaded with its trained weights."
+            f"The {what} is not finite for {len(bad)} examples of a batch (first: row {bad[0]}). "
+            + (
+                label
+                or "Check the inputs and labels of that row, and that the model was loaded with its trained weights."
+            )
         )
+
+
+def _wrong_label(task: Task, batch: Any, at: int) -> str | None:
+    """Say which label an example of the batch has, if it is none of the model's classes."""
+    outputs = task.outputs(task.params, batch) if task.has_labels else None
+    if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+        return None
+    label, classes = int(task.labels(batch)[at]), outputs.shape[1]
+    if 0 <= label < classes:
+        return None
+    return (
+        f"Its label is {label}, and the model has {classes} classes, numbered 0 to {classes - 1}. Mend the labels, or "
+        "leave such rows out."
+    )
 
 
 def _same_batch(a: Batch, b: Batch) -> bool:

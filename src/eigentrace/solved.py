@@ -121,7 +121,8 @@ def losses_of(task: Task, data: Data, change: Callable[[Any, np.ndarray], Any] |
     losses = torch.empty(len(data), dtype=torch.float64, device="cpu")
     for batch in track(data.batches(), "Losses", len(data), len):
         placed = task.place(batch.values)
-        found = task.losses(task.params, placed if change is None else change(placed, batch.rows))
-        check_losses(found, batch.rows)
+        placed = placed if change is None else change(placed, batch.rows)
+        found = task.losses(task.params, placed)
+        check_losses(found, batch.rows, task=task, batch=placed)
         losses[batch.rows] = found.to(losses)
     return losses

@@ -107,7 +107,7 @@ def project(
     for batch in track(batches, description, len(data) if rows is None else len(rows), len):
         values = job.task.place(batch.values)
         projection = portions(engine, job, values, len(batch))
-        _check(batch, projection, job)
+        _check(batch, values, projection, job)
         if not projection.is_whole:
             checked(values, batch, projection.losses)
         elif job.name == "measurement":
@@ -153,9 +153,10 @@ def gradients(job: Job, data: Data) -> Iterator[Tensor]:  # each (b, P)
             )
         taken: list[Tensor] = []
         for found, losses in take(job, values, len(batch)):
-            rows = batch.rows[sum(map(len, taken)) :][: len(losses)]
+            start = sum(map(len, taken))
+            here, rows = slice(start, start + len(losses)), batch.rows[start:][: len(losses)]
             taken.append(losses)
-            check_losses(losses, rows, job.name)
+            check_losses(losses, rows, job.name, task=task, batch=select(values, here, len(batch)))
             flat = task.layout.flatten(found, batch_dims=1)
             _check_finite(flat.isfinite().all(dim=1), rows, job)
             yield flat
@@ -180,7 +181,7 @@ class SplitCheck:
             return
         self.seen.add(ways)
         together = self.job.function(self.job.task.params, values)
-        check_losses(together, batch.rows, self.job.name)
+        check_losses(together, batch.rows, self.job.name, task=self.job.task, batch=values)
         self._compare(together, losses, batch)
 
     def first_alone(self, values: Any, batch: Batch, together: Tensor) -> None:
@@ -189,8 +190,9 @@ class SplitCheck:
             return
         self.seen.add(())
         i = int(together.abs().argmax())
-        alone = self.job.function(self.job.task.params, select(values, slice(i, i + 1), len(batch)))
-        check_losses(alone, batch.rows[i : i + 1], self.job.name)
+        part = select(values, slice(i, i + 1), len(batch))
+        alone = self.job.function(self.job.task.params, part)
+        check_losses(alone, batch.rows[i : i + 1], self.job.name, task=self.job.task, batch=part)
         self._compare(together[i : i + 1], alone, batch)
 
     def _compare(self, together: Tensor, apart: Tensor, batch: Batch) -> None:
@@ -205,8 +207,8 @@ class SplitCheck:
             )
 
 
-def _check(batch: Batch, projection: Projection, job: Job) -> None:
-    check_losses(projection.losses, batch.rows, job.name)
+def _check(batch: Batch, values: Any, projection: Projection, job: Job) -> None:
+    check_losses(projection.losses, batch.rows, job.name, task=job.task, batch=values)
     good = projection.features.isfinite().all(dim=1)
     if projection.square_norms is not None:
         good &= projection.square_norms.isfinite()
