@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 import eigentrace as et
 from eigentrace.compute import Compute
-from eigentrace.errors import InputError
+from eigentrace.errors import InputError, UnsupportedError
 from eigentrace.project import Job, project
 
 CPU = torch.device("cpu")
@@ -98,3 +98,28 @@ def test_a_batch_that_came_whole_is_cut_as_asked_for():
         )
     assert len(found.losses) == 20
     assert [n for n in sizes if n > 6] == [8, 8, 20]  # the last is the check of the losses against the whole batch
+
+
+def test_forward_mode_says_what_it_cannot_count():
+    torch.manual_seed(0)
+    task = et.classification(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double())
+    data, forward = (torch.randn(20, 3).double(), torch.randint(0, 3, (20,))), Compute(engine="forward")
+    fitted = et.Arnoldi(steps=8, keep=3).fit(task, data)
+    tail = r"^Forward mode cannot count the tail of this fit .*Use Compute\(engine='auto'\).* fitted\.stored\(data\)"
+    for ask in (
+        lambda: fitted.self_influence(data, compute=forward),
+        lambda: fitted.influence(data, data, normalize="metric", compute=forward),
+    ):
+        with pytest.raises(UnsupportedError, match=tail):
+            ask()
+    norms = r"^Forward mode gives no norms of gradients.* normalize='gradient' .*Use Compute\(engine='auto'\)"
+    for ask in (
+        lambda: fitted.distill(tail=None).self_influence(data, normalize="gradient", compute=forward),
+        lambda: fitted.influence(data, data, normalize="gradient", compute=forward),
+        lambda: et.TracIn().fit(task, data).self_influence(data, compute=forward),
+    ):
+        with pytest.raises(UnsupportedError, match=norms):
+            ask()
+    for cut in (fitted.distill(tail=None), fitted.stored(data)):
+        torch.testing.assert_close(cut.self_influence(data, compute=forward), cut.self_influence(data))
+    torch.testing.assert_close(fitted.influence(data, data, compute=forward), fitted.influence(data, data))

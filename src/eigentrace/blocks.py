@@ -52,6 +52,13 @@ def self_scores(
     task: Task, blocks: Sequence[Block], data: Data, what: What, unit_gradients: bool, compute: Compute
 ) -> Tensor:  # (N,)
     """Score each example against itself."""
+    if compute.engine == "forward" and any(block.identity and block.rows.count for block in blocks):
+        raise UnsupportedError(
+            "Forward mode cannot count the tail of this fit in self-influence: the tail takes the norm of every "
+            "gradient, and forward mode only multiplies gradients with rows. Use Compute(engine='auto'), 'layerwise' "
+            "or 'reverse'; or leave the tail out, fitted.distill(tail=None), or let stored features stand for it, "
+            "fitted.stored(data)."
+        )
     total = torch.zeros(len(data), dtype=task.layout.dtype, device="cpu")
     for block in blocks:
         with at_state(task, block) as here:

@@ -41,6 +41,11 @@ def preferred(job: Job) -> tuple[Engine, ...]:
     """
     others = _without_rules(job)
     if job.compute.engine == "forward":
+        if job.norms:
+            raise UnsupportedError(
+                "Forward mode gives no norms of gradients, and this question takes them, as normalize='gradient' and "
+                "scores by whole gradients do. Use Compute(engine='auto'), 'layerwise' or 'reverse'."
+            )
         return (forward,)
     if job.compute.engine == "reverse":
         return (vmapped, one_by_one)
