@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from eigentrace.errors import DataError, InputError, MismatchError, UnsupportedE
 from eigentrace.files import appearing
 from eigentrace.inputs.files import FORMATS, Files, find_files
 from eigentrace.inputs.matching import matched
-from eigentrace.inputs.quoting import UTF8_MARK, has_quoting
+from eigentrace.inputs.quoting import IsOpen, has_quoting, open_after
 
 _DELIMITERS = (b",", b";", b"\t", b"|")
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -25,8 +25,6 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _ROWS_AT_ONCE = 65_536
 _GROUP_BYTES = 1 << 27
 _STATE = "state.json"
-
-IsOpen = Callable[[bytes, bool], bool]
 
 
 class Masked(Protocol):
@@ -148,19 +146,10 @@ def _targets(files: Files, out: Path) -> list[Path]:
 
 def _reader(source: Path, form: str, delimiter: str | None, header: bool) -> IsOpen:
     """Return what tells whether a quoted field is still open after a line, given whether one was open before."""
-    mark = re.escape(_mark(source, "\t" if form == "tsv" else delimiter))
+    mark = _mark(source, "\t" if form == "tsv" else delimiter)
     if form == "tsv" and not has_quoting(source, header=header):
         return lambda line, inside: False
-    # A field is quoted if it begins with a quote; quotes further on in it are characters like any other.
-    field = rb'(?:"(?:[^"]++|"")*+"[^' + mark + rb']*+|(?!")[^' + mark + rb"]*+)"
-    closed = re.compile(field + rb"(?:" + mark + field + rb")*+")
-
-    def is_open(line: bytes, inside: bool) -> bool:
-        if b'"' not in line:
-            return inside
-        return closed.fullmatch(b'"' + line if inside else line.removeprefix(UTF8_MARK)) is None
-
-    return is_open
+    return open_after(mark)
 
 
 def _mark(source: Path, delimiter: str | None) -> bytes:

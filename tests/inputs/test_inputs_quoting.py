@@ -1,4 +1,7 @@
-"""Quotes in TSV files: characters of the texts, unless the file is clearly written with quoting. No line is lost."""
+"""Quotes in TSV files: characters of the texts, unless the file is clearly written with quoting. No line is lost.
+
+In CSV files they are quoting, and refused where that would lose lines.
+"""
 
 import csv
 import io
@@ -12,8 +15,9 @@ from hypothesis import strategies as st
 from eigentrace.errors import DataError
 from eigentrace.exporting import export
 from eigentrace.inputs.files import find_files
-from eigentrace.inputs.quoting import has_quoting
+from eigentrace.inputs.quoting import check_closed, has_quoting
 from eigentrace.inputs.records import open_records
+from eigentrace.inputs.single import single_column
 from small import table
 
 # Lines 51, 59 and 90 of a crawled corpus of German and English, with what stands between them.
@@ -153,6 +157,62 @@ def test_a_wrong_number_of_columns_names_the_likely_cause(folder):
     path = written(folder, "de\ten\na\tb\nc\td\te\n")
     with pytest.raises(DataError, match=r"as tsv: .*Expected 2 columns, got 3.* \| Every line of a TSV file needs"):
         open_records(find_files(path))
+
+
+SWALLOWED = {
+    "never closed": ('de,en\na,"b\nc,d\n', r"a\.csv ends within quotes that begin in line 2, .* or store them as TSV"),
+    "in the last line": ('de,en\na,b\nc,"d\n', "ends within quotes that begin in line 3"),
+    "after one that closes": ('de,en\n"a\nb","c\nd,e\n', "ends within quotes that begin in line 3"),
+    "after a mark": ('\ufeff"de",en\na,"b\nc,d\n', "ends within quotes that begin in line 2"),
+    "in one column": ('de\n"a\nb\n', "ends within quotes that begin in line 2"),
+    "too long to be read": (
+        'de,en\na,"b\n' + "c,d\n" * 600_000,
+        "ends within quotes that begin in line 2",
+    ),
+    "closed by the next that opens": (
+        'de,en\na,"b\nc,d\ne,"f\ng,h\n',
+        "a quote in line 2 opens a field that the next lone quote, in line 4, closes in the middle of a text",
+    ),
+    "closed by one inside of a text": ('de,en\na,"b\nc,d 5" e\n', "a quote in line 2 .*, in line 3, closes"),
+}
+
+
+@pytest.mark.parametrize(("content", "match"), table(SWALLOWED))
+def test_quotes_that_swallow_rows_of_a_csv_are_refused(tmp_path, content, match):
+    path = written(tmp_path, content, "a.csv")
+    with pytest.raises(DataError, match=match):
+        open_records(find_files(path))
+
+
+def test_quotes_that_swallow_rows_are_refused_where_ids_are_read(tmp_path):
+    path = written(tmp_path, 'id;text\n1;"b\n2;c\n3;"d\n', "a.csv")
+    with pytest.raises(DataError, match=r"a quote in line 2 .*, in line 4, closes"):
+        single_column(find_files(path), "id", ";")
+
+
+READ = {
+    "within a text": ('de,en\na,5" disk\nb,c\n', [("a", '5" disk'), ("b", "c")]),
+    "after quotes on one line": ('de,en\na,"b" c\nd,e\n', [("a", "b c"), ("d", "e")]),
+    "over lines": ('de,en\na,"b\n""c"",\n"\nd,"e"\n', [("a", 'b\n"c",\n'), ("d", "e")]),
+    "one after the other": ('de,en\r\n"a\r\n","b\r\n"\r\nc,d', [("a\r\n", "b\r\n"), ("c", "d")]),
+}
+
+
+@pytest.mark.parametrize(("content", "expected"), table(READ))
+def test_other_quotes_of_a_csv_are_read_as_others_read_them(tmp_path, content, expected):
+    assert texts_of(written(tmp_path, content, "a.csv")) == expected
+    assert [tuple(row) for row in csv.reader(io.StringIO(content, newline=""))][1:] == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pairs=st.lists(st.tuples(*[st.text(alphabet='",\r\n aä', max_size=6)] * 2), min_size=1, max_size=8),
+    quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
+)
+def test_what_a_writer_of_csv_wrote_is_never_refused(folder, pairs, quoting):
+    text = io.StringIO(newline="")
+    csv.writer(text, quoting=quoting).writerows([("de", "en"), *pairs])
+    check_closed(written(folder, text.getvalue(), "a.csv"))
 
 
 def test_numbers_and_dates_keep_their_types(folder):

@@ -1,6 +1,7 @@
-"""Whether the quotes in a tab-separated file are quoting, or characters of its texts."""
+"""Whether the quotes in a file are quoting, or characters of its texts, and whether quoted fields are closed."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.csv
@@ -12,6 +13,14 @@ _FIELD = rb'(?:"(?:[^"]++|"")*+"|[^"\t]*+)'
 _CLOSED = re.compile(_FIELD + rb"(?:\t" + _FIELD + rb")*+")
 _OPEN = re.compile(rb"(?:" + _FIELD + rb'\t)*+"(?:[^"]++|"")*+')
 _QUOTED = re.compile(rb'"((?:[^"]++|"")*+)"?')
+_TO_ITS_END = re.compile(rb'"(?:[^"]++|"")*+"')
+_MEND = (
+    "Put texts that begin with a quote in quotes and double the quotes inside them, as CSV writers do, or store them "
+    "as TSV, where lone quotes are text."
+)
+
+IsOpen = Callable[[bytes, bool], bool]
+"""Tells whether a quoted field is still open after a line, given whether one was open before."""
 
 
 def parsing(path: Path, kind: str, delimiter: str = ",") -> pyarrow.csv.ParseOptions:
@@ -26,6 +35,52 @@ def parsing(path: Path, kind: str, delimiter: str = ",") -> pyarrow.csv.ParseOpt
     return pyarrow.csv.ParseOptions(
         delimiter="\t" if kind == "tsv" else delimiter, quote_char='"' if quoted else False, newlines_in_values=quoted
     )
+
+
+def open_after(mark: bytes) -> IsOpen:
+    """Return what tells of the lines of a quoted file whether a field is open after them.
+
+    Args:
+        mark: What separates fields.
+    """
+    mark = re.escape(mark)
+    # A field is quoted if it begins with a quote; quotes further on in it are characters like any other.
+    field = rb'(?:"(?:[^"]++|"")*+"[^' + mark + rb']*+|(?!")[^' + mark + rb"]*+)"
+    closed = re.compile(field + rb"(?:" + mark + field + rb")*+")
+
+    def is_open(line: bytes, inside: bool) -> bool:
+        if b'"' not in line:
+            return inside
+        return closed.fullmatch(b'"' + line if inside else line.removeprefix(UTF8_MARK)) is None
+
+    return is_open
+
+
+def check_closed(path: Path, delimiter: str = ",") -> None:
+    """Stop at quotes in a CSV that swallow lines: never closed, or closed on a later line in the middle of a text.
+
+    Readers take both without a word. Text after quotes that close on their own line costs no row, and is read.
+    """
+    mark = delimiter.encode()
+    is_open, ends, inside, began = open_after(mark), (mark, b"\r", b"\n", b""), False, 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if b'"' not in line:
+                continue
+            end = _TO_ITS_END.match(b'"' + line) if inside else None
+            if end is not None and line[end.end() - 1 : end.end()] not in ends:
+                raise DataError(
+                    f"{path}: a quote in line {began} opens a field that the next lone quote, in line {number}, closes "
+                    f"in the middle of a text, so the lines between would be part of one row. {_MEND}"
+                )
+            opens = is_open(line, inside)
+            if opens and (end is not None or not inside):
+                began = number
+            inside = opens
+    if inside:
+        raise DataError(
+            f"{path} ends within quotes that begin in line {began}, so all that follows would be one field. {_MEND}"
+        )
 
 
 def has_quoting(path: Path, *, header: bool = True) -> bool:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from eigentrace.errors import DataError, InputError
 from eigentrace.inputs.files import JSON_BLOCK, Files
-from eigentrace.inputs.quoting import parsing
+from eigentrace.inputs.quoting import check_closed, parsing
 
 # Row groups held at a time: a pass in order needs one, a batch that lies across two needs both.
 _HELD_GROUPS = 3
@@ -197,6 +197,9 @@ def open_records(files: Files, as_text: Sequence[str] = ()) -> Records:
             _check_same(tables[0].schema, table.schema, files.paths[0], path)
         return Records(_Held(pa.concat_tables(tables)), name)
     except pa.ArrowException as error:
+        if files.format == "csv" and "straddling" in str(error):  # a field too long to be read: most likely not closed
+            for path in files.paths:
+                check_closed(path)
         raise DataError(f"{name} cannot be read as {files.format}: {error}{_hint(files, str(error))}") from None
 
 
@@ -222,7 +225,10 @@ def _read(path: Path, kind: str, as_text: Sequence[str]) -> pa.Table:
     if kind == "jsonl":
         return _read_json(path, as_text)
     convert = pa.csv.ConvertOptions(column_types=dict.fromkeys(as_text, pa.string()))
-    return pa.csv.read_csv(path, parse_options=parsing(path, kind), convert_options=convert)
+    table = pa.csv.read_csv(path, parse_options=parsing(path, kind), convert_options=convert)
+    if kind == "csv":
+        check_closed(path)
+    return table
 
 
 def _read_json(path: Path, as_text: Sequence[str]) -> pa.Table:

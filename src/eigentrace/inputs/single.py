@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from eigentrace.errors import DataError
 from eigentrace.inputs.files import JSON_BLOCK, Files
-from eigentrace.inputs.quoting import parsing
+from eigentrace.inputs.quoting import check_closed, parsing
 
 # What a value of a JSON line may be, tried in this order.
 _KINDS = (pa.string(), pa.int64(), pa.float64(), pa.bool_())
@@ -48,9 +48,12 @@ def _column(path: Path, kind: str, name: str, delimiter: str | None) -> pa.Chunk
 def _of_csv(path: Path, kind: str, name: str, delimiter: str) -> pa.ChunkedArray | None:
     convert = pa.csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()}, strings_can_be_null=False)
     try:
-        return pa.csv.read_csv(path, parse_options=parsing(path, kind, delimiter), convert_options=convert).column(0)
+        table = pa.csv.read_csv(path, parse_options=parsing(path, kind, delimiter), convert_options=convert)
     except pa.ArrowKeyError:
         return None
+    if kind == "csv":
+        check_closed(path, delimiter)
+    return table.column(0)
 
 
 def _of_json(path: Path, name: str) -> pa.ChunkedArray | None:
