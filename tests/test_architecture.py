@@ -16,7 +16,7 @@ SOURCE = Path(eigentrace.__file__).parent
 # A room may import from its own tier and from those before it. The package itself re-exports what users write.
 TIERS = (
     ("errors", "progress", "version"),
-    ("settings", "seal", "fallback", "ranks", "files", "chance"),
+    ("settings", "seal", "trial", "fallback", "ranks", "files", "chance"),
     ("lock",),
     ("compute",),
     ("vector", "batch", "wide"),

@@ -137,6 +137,77 @@ def test_how_the_loss_is_written_is_not_part_of_the_fingerprint(task, tmp_path):
     assert artifact.fingerprint(task) == artifact.fingerprint(et.Task(net(), cross_entropy, l2=0.1))
 
 
+def twice(model, batch):
+    return 2 * cross_entropy(model, batch)
+
+
+QUESTIONS = {
+    "self": (lambda fitted, data, path: fitted.self_influence(data),),
+    "cross": (lambda fitted, data, path: fitted.influence(data, tuple(t[9:] for t in data)),),
+    "score": (lambda fitted, data, path: et.score(fitted, data, path / "run"),),
+    "features": (lambda fitted, data, path: fitted.features(data),),
+    "coordinates": (lambda fitted, data, path: fitted.stored(data),),
+    "ranked": (lambda fitted, data, path: fitted.stored(data).influence_topk(data, tuple(t[9:] for t in data), k=2),),
+}
+ANOTHER = r"another loss than the one this fit was made with: that of row \d was .* then and is .* Load the fit with"
+
+
+@pytest.mark.parametrize("ask", table(QUESTIONS))
+def test_another_loss_is_refused_when_the_fit_is_asked(ask, task, tmp_path):
+    fit(task, method=METHODS["arnoldi"]).save(tmp_path / "fit")
+    with pytest.raises(MismatchError, match=ANOTHER):
+        ask(et.load(tmp_path / "fit", et.Task(net(), twice)), examples(), tmp_path)
+    ask(et.load(tmp_path / "fit", et.Task(net(), cross_entropy)), examples(), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["exact", "inverse", "randproj", "tracin", "tracin over checkpoints"])
+def test_another_loss_is_refused_whatever_was_fitted(name, task, tmp_path):
+    fit(task, method=METHODS[name]).save(tmp_path / "fit")
+    with pytest.raises(MismatchError, match=ANOTHER):
+        et.load(tmp_path / "fit", et.Task(net(), twice)).self_influence(examples())
+
+
+def test_another_loss_is_refused_by_an_ensemble(task, tmp_path):
+    et.Ensemble.fit(et.RandProj(keep=2), task, examples(), checkpoints=[state(1), state(2)]).save(tmp_path / "fit")
+    with pytest.raises(MismatchError, match=ANOTHER):
+        et.load(tmp_path / "fit", et.Task(net(), twice)).self_influence(examples())
+
+
+def test_the_loss_is_tried_on_examples_of_the_fit_only(task, tmp_path):
+    x, y = examples(20)
+    et.RandProj(keep=2).fit(task, (x[:12], y[:12])).save(tmp_path / "fit")
+    calls = []
+
+    def counted(model, batch):
+        calls.append(len(batch[0]))
+        return twice(model, batch)
+
+    loaded = et.load(tmp_path / "fit", et.Task(net(), counted))
+    loaded.self_influence((x[12:], y[12:]))  # not among those that were tried: nothing to compare
+    before = len(calls)
+    with pytest.raises(MismatchError, match=r"that of row 1 was"):
+        loaded.self_influence((torch.cat([x[15:16], x[:1]]), torch.cat([y[15:16], y[:1]])))
+    assert calls[before:] == [2]
+
+
+def test_the_loss_is_tried_once(task, tmp_path):
+    fit(task).save(tmp_path / "fit")
+    own = fit(task)
+    loaded = et.load(tmp_path / "fit", task)
+    assert own.task.trial.is_checked
+    assert not loaded.task.trial.is_checked
+    loaded.self_influence(examples())
+    assert loaded.task.trial.is_checked
+
+
+def test_fits_without_a_record_of_losses_are_read(task, tmp_path):
+    fit(task).save(tmp_path / "fit")
+    manifest(tmp_path / "fit", trial=None)
+    loaded = et.load(tmp_path / "fit", task)
+    assert torch.equal(loaded.self_influence(examples()), fit(task).self_influence(examples()))
+    loaded.save(tmp_path / "again")
+
+
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 

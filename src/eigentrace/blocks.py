@@ -13,6 +13,7 @@ from eigentrace.compute import Compute
 from eigentrace.data import Data
 from eigentrace.errors import InputError, UnsupportedError
 from eigentrace.fitted import over
+from eigentrace.probe import check_trial
 from eigentrace.project import Job, gradients, in_chunks, project
 from eigentrace.rows import DenseRows, Rows, StackedRows, apply
 from eigentrace.task import Task
@@ -59,6 +60,7 @@ def self_scores(
             "or 'reverse'; or leave the tail out, fitted.distill(tail=None), or let stored features stand for it, "
             "fitted.stored(data)."
         )
+    check_trial(task, data)
     total = torch.zeros(len(data), dtype=task.layout.dtype, device="cpu")
     for block in blocks:
         with at_state(task, block) as here:
@@ -79,6 +81,7 @@ def cross_scores(
     task: Task, blocks: Sequence[Block], train: Data, queries: Data, unit_gradients: bool, compute: Compute
 ) -> Tensor:  # (Q, N)
     """Score every training example against every query."""
+    check_trial(task, train)
     total = torch.zeros(len(queries), len(train), dtype=task.layout.dtype, device="cpu")
     for block in blocks:
         with at_state(task, block) as here:
@@ -129,6 +132,7 @@ def _questions(block: Block, task: Task, queries: Data, unit_gradients: bool, co
 
 def features_of(task: Task, blocks: Sequence[Block], data: Data, what: What, compute: Compute) -> Tensor:  # (N, K)
     """Project each example's gradient on the rows of every block, side by side."""
+    check_trial(task, data)
     found = []
     for block in blocks:
         result = torch.empty(len(data), block.rows.count, dtype=task.layout.dtype, device="cpu")

@@ -11,10 +11,18 @@ from torch import Tensor, nn
 from eigentrace.batch import described, kept_whole, select, tensors_of
 from eigentrace.curvature import Curvature, working_form
 from eigentrace.data import Batch, Data
-from eigentrace.errors import DeterminismError, EigentraceError, NumericalError, PrecisionWarning, TaskError
+from eigentrace.errors import (
+    DeterminismError,
+    EigentraceError,
+    MismatchError,
+    NumericalError,
+    PrecisionWarning,
+    TaskError,
+)
 from eigentrace.products import gradient
 from eigentrace.progress import track
 from eigentrace.task import Task
+from eigentrace.trial import Trial, another_loss
 
 # Relative differences above which two evaluations of the same thing count as different. Rounding in float64, in
 # float32 with the atomics of a GPU, and in bfloat16 stays well below; dropout or a shuffled loader is of order one.
@@ -30,9 +38,13 @@ _NOT_ALONE = (
 _LOOKED_AT = 8
 
 
-def check_task(task: Task, data: Data) -> None:
-    """Check that the loss is per example, finite, repeatable, and that evaluating it leaves the model alone."""
-    first, again = data.first(_LOOKED_AT), data.first(_LOOKED_AT)
+def check_task(task: Task, data: Data) -> Trial | None:
+    """Check that the loss is per example, finite, repeatable, and that evaluating it leaves the model alone.
+
+    Returns:
+        What the first examples gave; None where they cannot be told from others.
+    """
+    first, again = data.first(_LOOKED_AT, digests=True), data.first(_LOOKED_AT)
     if not _same_batch(first, again):
         raise DeterminismError(
             "Reading the first batch twice gave different numbers: the dataset augments or shuffles at random. Give "
@@ -51,6 +63,33 @@ def check_task(task: Task, data: Data) -> None:
             PrecisionWarning,
             stacklevel=4,
         )
+    return None if first.digests is None else Trial(losses.double().cpu(), first.digests)
+
+
+def check_trial(task: Task, data: Data) -> None:
+    """Stop if the task gives an example of the fit it was loaded with another loss than it had then.
+
+    There is no data where a fit is loaded, so the first examples of whatever it is asked about are looked at: usually
+    the training data. Where they are others nothing is known, and the next question is looked at again.
+    """
+    trial = task.trial
+    if trial is None or trial.is_checked:
+        return
+    # A loader with batches of its own draws from the caller's global random state.
+    with torch.random.fork_rng(devices=[]):
+        batch = data.first(_LOOKED_AT, digests=True)
+    if batch.digests is None or (held := trial.held(batch.digests)).isnan().all():
+        return
+    with task.session():
+        here = task.losses(task.params, task.place(batch.values)).double().cpu()
+    check_losses(here, batch.rows)
+    at = another_loss(held, here)
+    if at is not None:
+        raise MismatchError(
+            f"The task has another loss than the one this fit was made with: that of row {batch.rows[at]} was "
+            f"{held[at]:.4g} then and is {here[at]:.4g} by the task. Load the fit with the task it was made with."
+        )
+    trial.is_checked = True
 
 
 def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvature:

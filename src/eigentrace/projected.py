@@ -27,10 +27,12 @@ from eigentrace.data import Data, as_data
 from eigentrace.distill import DELTA_FLOOR, Cut, Distilled, Spectrum, Tail, Weights, kept_index, weigh
 from eigentrace.errors import InputError, MismatchError, PrecisionWarning, UnsupportedError
 from eigentrace.fitted import Fitted, Unit, checked_compute
+from eigentrace.probe import check_trial
 from eigentrace.rows import DenseRows, StackedRows
 from eigentrace.settings import check_counts
 from eigentrace.shortlist import Ranked, best_of, by_features
 from eigentrace.task import Task
+from eigentrace.trial import Trial
 from eigentrace.version import __version__
 
 Same = Literal["same"]
@@ -164,6 +166,7 @@ class ProjectedFit(Fitted):
         size = self.method.get("sample") if sample is None else sample
         rows = data.sample(size or len(data), generator_of(self.method.get("seed", 0)))
         directions = DenseRows(self.distilled.directions, self.task.layout)
+        check_trial(self.task, data)
         with self.task.session():
             found = gather(self.task, data.take(rows), directions, self._cut_index(), coordinates, compute)
         return replace(self, coordinates=found)._with(replace(self.cut, coordinates=None))
@@ -329,6 +332,7 @@ class ProjectedFit(Fitted):
             "num_train": self.num_train,
             "has_curvature": self.has_curvature,
             "double": self.task.is_double_copy,
+            "trial": None if self.task.trial is None else self.task.trial.record(),
         }
         return manifest | self._on_disk()[0]
 
@@ -359,7 +363,7 @@ def load(path: str | Path, task: Task) -> ProjectedFit:
                 f"The fit at {path} was made for {manifest['coverage']} of another model, other weights, or another "
                 f"selection than this task's {task.coverage}. Load the same checkpoint and give the same `params`."
             )
-        return _assemble(path, manifest, task.sealed())
+        return _assemble(path, manifest, task.sealed(Trial.read(manifest.get("trial"))))
     except (KeyError, TypeError) as error:
         raise MismatchError(f"{path} is incomplete or was edited ({error!r}). Save the fit again.") from None
 

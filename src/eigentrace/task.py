@@ -16,6 +16,7 @@ from eigentrace.errors import EigentraceWarning, MismatchError, TaskError
 from eigentrace.guard import lookup_outside, prepared
 from eigentrace.seal import Seal
 from eigentrace.selection import Coverage, Params, aliases_of, coverage_of, match_values, select_params
+from eigentrace.trial import Trial
 from eigentrace.vector import Layout
 
 ModelFunction = Callable[[nn.Module, Any], Any]
@@ -78,6 +79,7 @@ class Task:
         self._fixed: dict[str, Tensor] = {}
         self._double = self._bf16 = False
         self._seal: Seal | None = None
+        self._trial: Trial | None = None
         self._is_own = True  # whether params are the model's own tensors
 
     @property
@@ -127,11 +129,20 @@ class Task:
         if self._seal is not None:
             self._seal.check(self.model)
 
-    def sealed(self) -> "Task":
-        """Return this task bound to the numbers the model holds now: later sessions refuse others."""
+    def sealed(self, trial: Trial | None = None) -> "Task":
+        """Return this task bound to the numbers the model holds now: later sessions refuse others.
+
+        Args:
+            trial: What the loss gave for examples of the fit it is sealed for.
+        """
         other = copy.copy(self)
-        other._seal = Seal.of(self.model)
+        other._seal, other._trial = Seal.of(self.model), trial
         return other
+
+    @property
+    def trial(self) -> Trial | None:
+        """What the loss gave for examples of the fit that sealed this task."""
+        return self._trial
 
     def losses(self, values: Values, batch: Any) -> Tensor:  # (B,)
         """Evaluate the per-example loss at other values of the selected parameters."""
@@ -211,7 +222,7 @@ class Task:
         other = copy.copy(self)
         other.params = {name: moved[name] for name in self.params}
         other._fixed = {name: value for name, value in moved.items() if name not in self.params}
-        other._is_own = False
+        other._is_own, other._trial = False, None
         return other
 
     def double(self) -> "Task":
@@ -252,7 +263,7 @@ class Task:
         other = copy.copy(self)
         other.params = {name: values[name] for name in self.params}
         other._fixed = self._fixed | {name: value for name, value in values.items() if name not in self.params}
-        other._is_own = False
+        other._is_own, other._trial = False, None
         return other
 
     def in_bf16(self) -> "Task":

@@ -15,6 +15,7 @@ from eigentrace.data import Batch, Data
 from eigentrace.ensemble import Ensemble
 from eigentrace.errors import TaskError, UnsupportedError
 from eigentrace.fitted import Fitted
+from eigentrace.probe import check_trial
 from eigentrace.project import Job, Projection, project
 from eigentrace.projected import ProjectedFit
 from eigentrace.task import Task
@@ -62,6 +63,8 @@ def scored(
     terms: tuple[Term, ...], data: Data, compute: Compute, rows: range | None = None, what: What = "losses"
 ) -> Generator[dict[str, Tensor]]:
     """Yield, batch by batch and on the CPU, what is known of the examples: features, norms, scores, classes."""
+    for term in terms:
+        check_trial(term.task, data)
     with ExitStack() as stack:
         here = [stack.enter_context(at_state(term.task, term.block)) for term in terms]
         passes = [

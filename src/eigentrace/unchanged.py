@@ -18,12 +18,12 @@ from eigentrace.store.shards import gaps, names_in, read_column, read_rows
 from eigentrace.store.table import ID, as_columns
 from eigentrace.task import Task
 from eigentrace.terms import terms_of
+from eigentrace.trial import another_loss
 
 # Rows that are read to be compared when a run that has begun is scored again.
 _COMPARED = 1024
-# Examples whose loss is evaluated to see whether a task is the one that scored them, and how far rounding may move it.
+# Examples whose loss is evaluated to see whether a task is the one that scored them.
 _EVALUATED = 8
-_SAME_LOSS = 0.1
 
 
 def difference(folder: Folder, data: Data, task: Task | None) -> str | None:
@@ -127,11 +127,10 @@ def check_loss(folder: Folder, fitted: Fitted, data: Data) -> None:
     with task.session():
         here = task.losses(task.params, task.place(batch.values)).double().cpu()
     held = read_rows(file, "loss", rows).double()
-    gaps = (here - held).abs()
     if batch.digests is not None and "digest" in names_in(file):
-        gaps[torch.from_numpy(batch.digests != read_rows(file, "digest", rows).numpy().view(np.uint64))] = 0
-    if float(gaps.max()) > _SAME_LOSS * max(float(held.abs().max()), 1e-3):
-        at = int(gaps.argmax())
+        held[torch.from_numpy(batch.digests != read_rows(file, "digest", rows).numpy().view(np.uint64))] = torch.nan
+    at = another_loss(held, here)
+    if at is not None:
         raise MismatchError(
             f"The task has another loss than the run at {folder.path}: that of row {rows[at]} is {held[at]:.4g} in the "
             f"run and {here[at]:.4g} by the task. Give the task as it was scored."

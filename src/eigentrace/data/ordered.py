@@ -155,9 +155,9 @@ class Data:
             taken = Taken(self._source, rows)
         return self._of(taken, ids_of(self.ids, rows))
 
-    def first(self, count: int) -> Batch:
+    def first(self, count: int, digests: bool = False) -> Batch:
         """Read the first examples, at most `count` of them and no more than come in one batch."""
-        batches = self.batches(range(count))
+        batches = self.batches(range(count), digests)
         try:
             return next(batches)
         finally:

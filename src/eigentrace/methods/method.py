@@ -36,6 +36,6 @@ def ready(task: Task, data: Any, num_train: int | None) -> tuple[Task, Data, int
     if num_train is not None:
         check_counts(1, num_train=num_train)
     with task.session():
-        check_task(task, data)
+        trial = check_task(task, data)
         note_coverage(task, data)
-    return task.sealed(), data, len(data) if num_train is None else int(num_train)
+    return task.sealed(trial), data, len(data) if num_train is None else int(num_train)
