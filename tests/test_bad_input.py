@@ -758,6 +758,48 @@ def test_a_loss_that_differentiates_by_itself_is_told_how(enabled):
         assert float(sum(g.square().sum() for g in own if g is not None)) == pytest.approx(float(score), rel=1e-4)
 
 
+def by_name(model, batch):
+    return cross_entropy(model, (batch["x"], batch["y"]))
+
+
+X, Y = (t[:3] for t in examples())
+ASKED = {
+    "no label": ([{"x": X}], KeyError, "{'x': float32 (3, 3)}"),
+    "a tuple": ([(X, Y)], TypeError, "tuple(float32 (3, 3), int64 (3,))"),
+    "bare tensors": (et.Data(list(X)), (IndexError, TypeError), "float32 (3, 3)"),
+    "other widths": ([{"x": X[:, :2], "y": Y}], UnsupportedError, "{'x': float32 (3, 2), 'y': int64 (3,)}"),
+}
+
+
+@pytest.mark.parametrize("method", [CHEAP, et.TracIn(), et.TracIn([net(1).state_dict()])], ids=["rows", "norms", "at"])
+@pytest.mark.parametrize(("queries", "error", "batch"), table(ASKED))
+def test_queries_of_another_form_are_told_beside_that_of_the_fit(method, queries, error, batch, tmp_path):
+    x, y = examples()
+    train = [{"x": x, "y": y}]
+    fitted = method.fit(et.Task(net(), by_name), train)
+    fitted.save(tmp_path / "fit")
+    run = et.score(fitted, train, tmp_path / "run")
+    for ask in (
+        lambda: fitted.influence(train, queries),
+        lambda: fitted.self_influence(queries),
+        lambda: et.load(tmp_path / "fit", et.Task(net(), by_name)).influence(train, queries),
+        lambda: run.explain(queries),
+    ):
+        with pytest.raises(error) as caught:
+            ask()
+        (note,) = caught.value.__notes__
+        made = "and the fit was made on batches such as {'x': float32 (8, 3), 'y': int64 (8,)}. Training examples and"
+        assert f"on the batch {batch}, {made}" in note
+
+
+def test_a_loss_that_is_asked_about_another_form_says_so():
+    x, y = examples()
+    fitted = et.Loss().fit(et.Task(net(), by_name), [{"x": x, "y": y}])
+    with pytest.raises(KeyError) as caught:
+        fitted.self_influence([{"x": x}])
+    assert "the fit was made on batches such as {'x'" in caught.value.__notes__[0]
+
+
 def test_other_index_errors_of_a_model_pass_through():
     class Picks(nn.Linear):
         def forward(self, x):

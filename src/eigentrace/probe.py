@@ -18,6 +18,7 @@ from eigentrace.errors import (
     NumericalError,
     PrecisionWarning,
     TaskError,
+    UnsupportedError,
 )
 from eigentrace.products import gradient
 from eigentrace.progress import track
@@ -38,11 +39,11 @@ _NOT_ALONE = (
 _LOOKED_AT = 8
 
 
-def check_task(task: Task, data: Data) -> Trial | None:
+def check_task(task: Task, data: Data) -> Trial:
     """Check that the loss is per example, finite, repeatable, and that evaluating it leaves the model alone.
 
     Returns:
-        What the first examples gave; None where they cannot be told from others.
+        What the first examples are made of, and the losses they gave.
     """
     first, again = data.first(_LOOKED_AT, digests=True), data.first(_LOOKED_AT)
     if not _same_batch(first, again):
@@ -63,7 +64,19 @@ def check_task(task: Task, data: Data) -> Trial | None:
             PrecisionWarning,
             stacklevel=4,
         )
-    return None if first.digests is None else Trial(losses.double().cpu(), first.digests)
+    return Trial(described(first.values), losses.double().cpu(), first.digests)
+
+
+def note_batch(error: Exception, task: Task, batch: Any) -> None:
+    """Add to an error of the caller's own functions what the batch is that they met, and what those of the fit were."""
+    is_ours = isinstance(error, EigentraceError) and not isinstance(error, UnsupportedError)
+    if is_ours or isinstance(error, torch.OutOfMemoryError):
+        return
+    fitted = "" if task.trial is None else f", and the fit was made on batches such as {task.trial.form}"
+    error.add_note(
+        f"This happened on the batch {described(batch)}{fitted}. Training examples and queries go through the same "
+        "loss: give both in the form it takes."
+    )
 
 
 def check_trial(task: Task, data: Data) -> None:
@@ -73,7 +86,7 @@ def check_trial(task: Task, data: Data) -> None:
     the training data. Where they are others nothing is known, and the next question is looked at again.
     """
     trial = task.trial
-    if trial is None or trial.is_checked:
+    if trial is None or trial.is_checked or trial.digests is None:
         return
     # A loader with batches of its own draws from the caller's global random state.
     with torch.random.fork_rng(devices=[]):

@@ -222,7 +222,7 @@ class Task:
         other = copy.copy(self)
         other.params = {name: moved[name] for name in self.params}
         other._fixed = {name: value for name, value in moved.items() if name not in self.params}
-        other._is_own, other._trial = False, None
+        other._is_own, other._trial = False, self._trial and self._trial.elsewhere()
         return other
 
     def double(self) -> "Task":
@@ -263,7 +263,7 @@ class Task:
         other = copy.copy(self)
         other.params = {name: values[name] for name in self.params}
         other._fixed = self._fixed | {name: value for name, value in values.items() if name not in self.params}
-        other._is_own, other._trial = False, None
+        other._is_own, other._trial = False, self._trial and self._trial.elsewhere()
         return other
 
     def in_bf16(self) -> "Task":

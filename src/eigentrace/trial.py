@@ -13,10 +13,13 @@ _SAME_LOSS = 0.1
 
 @dataclass
 class Trial:
-    """Losses of the first examples of a fit, and what tells these examples from others."""
+    """Losses of the first examples of a fit, what tells these examples from others, and the form of their batch."""
 
+    form: str
+    """What batches are made of, in words."""
     losses: Tensor  # (n,) float64
-    digests: np.ndarray  # (n,) uint64
+    digests: np.ndarray | None  # (n,) uint64
+    """None where examples cannot be told from others."""
     is_checked: bool = True
     """Whether the task at hand is known to give these losses; that of a loaded fit is not at first."""
 
@@ -26,15 +29,22 @@ class Trial:
         if record is None:
             return None
         losses = torch.tensor(record["losses"], dtype=torch.float64, device="cpu")
-        return Trial(losses, np.array(record["digests"], dtype=np.uint64), is_checked=False)
+        digests = None if record["digests"] is None else np.array(record["digests"], dtype=np.uint64)
+        return Trial(str(record["form"]), losses, digests, is_checked=False)
 
     def record(self) -> dict[str, Any]:
         """Say the same in JSON."""
-        return {"losses": self.losses.tolist(), "digests": self.digests.tolist()}
+        digests = None if self.digests is None else self.digests.tolist()
+        return {"form": self.form, "losses": self.losses.tolist(), "digests": digests}
+
+    def elsewhere(self) -> "Trial":
+        """Return what is the same at other parameters: the form."""
+        return Trial(self.form, self.losses[:0], None)
 
     def held(self, digests: np.ndarray) -> Tensor:  # (B,) -> (B,)
         """Return the loss that each of these examples had, NaN for one that was not among those tried."""
-        known = dict(zip(self.digests.tolist(), self.losses.tolist(), strict=True))
+        own = [] if self.digests is None else self.digests.tolist()
+        known = dict(zip(own, self.losses[: len(own)].tolist(), strict=True))
         found = [known.get(digest, torch.nan) for digest in digests.tolist()]
         return torch.tensor(found, dtype=torch.float64, device="cpu")
 

@@ -13,7 +13,7 @@ from eigentrace.batch import is_per_example, select, tensors_of
 from eigentrace.data import Batch, Data
 from eigentrace.errors import NumericalError, TaskError, UnsupportedError
 from eigentrace.fallback import LACKING, first_supported
-from eigentrace.probe import check_losses
+from eigentrace.probe import check_losses, note_batch
 from eigentrace.progress import track
 from eigentrace.project.engine import Engine, Job, Projection
 from eigentrace.project.forward import forward
@@ -148,24 +148,32 @@ def gradients(job: Job, data: Data) -> Iterator[Tensor]:  # each (b, P)
     checked = SplitCheck(job)
     for batch in track(data.batches(), "Gradients", len(data), len):
         values = task.place(batch.values)
-        if take is None:
-            part = select(values, slice(0, 2), len(batch))
-            take = first_supported(
-                (vmapped_gradients, single_gradients),
-                lambda way: list(way(job, part, min(2, len(batch)))),  # noqa: B023 - called at once
-                lambda way: way.__name__,
-                "No engine can differentiate this model per example. {}",
-            )
         taken: list[Tensor] = []
-        for found, losses in take(job, values, len(batch)):
-            start = sum(map(len, taken))
-            here, rows = slice(start, start + len(losses)), batch.rows[start:][: len(losses)]
-            taken.append(losses)
-            check_losses(losses, rows, job.name, task=task, batch=select(values, here, len(batch)))
-            flat = task.layout.flatten(found, batch_dims=1)
-            _check_finite(flat.isfinite().all(dim=1), rows, job)
-            yield flat
+        try:
+            take = take or _way(job, values, len(batch))
+            for found, losses in take(job, values, len(batch)):
+                start = sum(map(len, taken))
+                here, rows = slice(start, start + len(losses)), batch.rows[start:][: len(losses)]
+                taken.append(losses)
+                check_losses(losses, rows, job.name, task=task, batch=select(values, here, len(batch)))
+                flat = task.layout.flatten(found, batch_dims=1)
+                _check_finite(flat.isfinite().all(dim=1), rows, job)
+                yield flat
+        except Exception as error:
+            note_batch(error, task, values)
+            raise
         checked(values, batch, torch.cat(taken))
+
+
+def _way(job: Job, values: Any, size: int) -> Any:
+    """Choose how gradients are taken, on two examples."""
+    part = select(values, slice(0, 2), size)
+    return first_supported(
+        (vmapped_gradients, single_gradients),
+        lambda way: list(way(job, part, min(2, size))),
+        lambda way: way.__name__,
+        "No engine can differentiate this model per example. {}",
+    )
 
 
 class SplitCheck:

@@ -8,6 +8,7 @@ import torch
 from eigentrace.batch import is_per_example, select, tensors_of
 from eigentrace.data import Data
 from eigentrace.errors import MemoryLimitError
+from eigentrace.probe import note_batch
 from eigentrace.project.engine import Engine, Job, Projection, joined
 
 # Sizes at which memory is measured, to draw a line through; and the most examples worth taking at once.
@@ -66,6 +67,9 @@ def _attempt(engine: Engine, job: Job, values: Any, size: int) -> Projection | N
         return engine(job, values, size)
     except torch.OutOfMemoryError:
         return None
+    except Exception as error:
+        note_batch(error, job.task, values)
+        raise
 
 
 def largest_batch(engine: Engine, job: Job, data: Data) -> int | None:
