@@ -758,6 +758,72 @@ def test_a_loss_that_differentiates_by_itself_is_told_how(enabled):
         assert float(sum(g.square().sum() for g in own if g is not None)) == pytest.approx(float(score), rel=1e-4)
 
 
+class Items(torch.utils.data.Dataset):
+    """Gives what a function makes of each row of a few examples."""
+
+    def __init__(self, make):
+        self.make, (self.x, self.y) = make, examples()
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, row):
+        return self.make(self.x[row], self.y[row])
+
+
+class Flowing(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return zip(*examples(), strict=True)
+
+
+SINGLES = {
+    "tensors": (TensorDataset(*examples()), r"list\(float32 \(3,\), int64 \(\)\) looks like a single"),
+    "numbers": (Items(lambda x, y: (x, int(y))), r"list\(float32 \(3,\), int\) looks like a single"),
+    "arrays": (Items(lambda x, y: (x.numpy(), y.numpy())), "looks like a single example"),
+    "dicts": (
+        Items(lambda x, y: {"input": x, "labels": int(y)}),
+        r"\{'input': .*, 'labels': int\} looks like a single",
+    ),
+    "pictures": (Items(lambda x, y: (x.view(1, 3, 1), int(y))), "looks like a single example"),
+    "lengths": (Items(lambda x, y: (x, y[None])), r"list\(float32 \(3,\), int64 \(1,\)\) looks like a single"),
+    "only numbers": (Items(lambda x, y: (float(x[0]), int(y))), r"list\(float, int\) is none.* If this is a single"),
+    "a stream": (Flowing(), "looks like a single example"),
+}
+
+
+@pytest.mark.parametrize(("dataset", "match"), table(SINGLES))
+def test_a_loader_without_a_batch_size_that_gives_single_examples_is_named(dataset, match):
+    loader = DataLoader(dataset, batch_size=None)
+    told = (
+        rf"^The DataLoader has batch_size=None, so .* read as batches, .*{match}.*pass the dataset itself, or give the"
+    )
+    with pytest.raises(DataError, match=told):
+        fit(data=loader)
+    for fitted in (fit(), fit(method=et.TracIn()), fit(method=et.Loss())):
+        with pytest.raises(DataError, match=told):
+            fitted.self_influence(loader)
+    with pytest.raises(DataError, match=told):
+        fit(method=et.TracIn()).influence(examples(), loader)
+
+
+def test_a_loader_without_a_batch_size_is_noted_where_its_items_may_be_batches():
+    loader = DataLoader(Items(lambda x, y: x), batch_size=None)
+    with pytest.raises(TaskError, match="alone in its batch") as caught:
+        fit(et.Task(net(), lambda m, b: (m(b) - b).square()), loader)
+    assert (
+        "batch_size=None, so what its dataset gives is read as batches. If float32 (3,) is" in caught.value.__notes__[0]
+    )
+
+
+@pytest.mark.parametrize("extra", [(), (3,), (torch.tensor(0.5),), (torch.ones(1, 3),), ("name",)], ids=str)
+def test_a_loader_without_a_batch_size_that_gives_batches_is_read(extra):
+    x, y = examples()
+    batches = [(x[i : i + 4], y[i : i + 4], *extra) for i in (0, 4, 8)]
+    task = et.Task(net(), lambda m, b: cross_entropy(m, b[:2]))
+    scores = fit(task, DataLoader(batches, batch_size=None)).self_influence(DataLoader(batches, batch_size=None))
+    torch.testing.assert_close(scores, fit(task, (x, y)).self_influence((x, y)))
+
+
 def by_name(model, batch):
     return cross_entropy(model, (batch["x"], batch["y"]))
 

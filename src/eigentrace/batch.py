@@ -61,6 +61,19 @@ def described(batch: Any) -> str:
     return type(batch).__name__
 
 
+def looks_single(batch: Any) -> bool:
+    """Tell whether what was read as a batch holds a number or tensors of several lengths, as one example does."""
+    return len({t.shape[0] for t in tensors_of(batch) if t.ndim > 0}) != 1 or _holds_number(batch)
+
+
+def _holds_number(item: Any) -> bool:
+    if isinstance(item, Mapping | list | tuple):
+        return any(map(_holds_number, item.values() if isinstance(item, Mapping) else item))
+    if isinstance(item, Tensor):
+        return item.ndim == 0
+    return isinstance(item, int | float) and not isinstance(item, bool)
+
+
 def kept_whole(batch: Any, size: int) -> list[str]:
     """Say what of a batch of `size` examples is the same for each of them, and not on purpose as far as one can tell.
 

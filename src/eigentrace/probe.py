@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from eigentrace.batch import described, kept_whole, select, tensors_of
+from eigentrace.batch import described, kept_whole, looks_single, select, tensors_of
 from eigentrace.curvature import Curvature, working_form
-from eigentrace.data import Batch, Data
+from eigentrace.data import NOT_SINGLE, UNBATCHED, Batch, Data
 from eigentrace.errors import (
+    DataError,
     DeterminismError,
     EigentraceError,
+    MemoryLimitError,
     MismatchError,
     NumericalError,
     PrecisionWarning,
@@ -52,11 +54,15 @@ def check_task(task: Task, data: Data) -> Trial:
             "the examples as the model should be asked about them, without random transforms."
         )
     batch = task.place(first.values)
-    losses = _losses_leaving_model_alone(task, batch)
-    check_losses(losses, first.rows, task=task, batch=batch)
-    _check_repeatable(task, batch, losses)
-    _check_independent(task, batch, losses)
-    _check_gradient(task, batch, losses)
+    try:
+        losses = _losses_leaving_model_alone(task, batch)
+        check_losses(losses, first.rows, task=task, batch=batch)
+        _check_repeatable(task, batch, losses)
+        _check_independent(task, batch, losses)
+        _check_gradient(task, batch, losses)
+    except Exception as error:
+        name_loader(error, data, first.values)
+        raise
     if any(dtype == torch.bfloat16 for dtype in task.layout.dtypes):
         warnings.warn(
             "Some selected parameters are stored in bfloat16, so gradients carry about two digits. Load the model in "
@@ -77,6 +83,18 @@ def note_batch(error: Exception, task: Task, batch: Any) -> None:
         f"This happened on the batch {described(batch)}{fitted}. Training examples and queries go through the same "
         "loss: give both in the form it takes."
     )
+
+
+def name_loader(error: Exception, data: Data, batch: Any) -> None:
+    """Name a loader without a batch size where the loss fails: single examples that it gives are read as batches."""
+    if not data.is_unbatched or isinstance(error, MemoryLimitError | NumericalError | torch.OutOfMemoryError):
+        return
+    if looks_single(batch):
+        raise DataError(
+            f"{UNBATCHED}, and {described(batch)} looks like a single example: {NOT_SINGLE} If it is a batch, the loss "
+            f"fails on it: {error}"
+        ) from error
+    error.add_note(f"{UNBATCHED}. If {described(batch)} is a single example, {NOT_SINGLE}")
 
 
 def check_trial(task: Task, data: Data) -> None:

@@ -15,7 +15,7 @@ from eigentrace.data import Data
 from eigentrace.distill import Spectrum
 from eigentrace.errors import UnsupportedError
 from eigentrace.fitted import Fitted, over
-from eigentrace.probe import check_losses, note_batch
+from eigentrace.probe import check_losses, name_loader, note_batch
 from eigentrace.progress import track
 from eigentrace.project import Job, gradients, in_chunks, project
 from eigentrace.rows import DenseRows
@@ -126,6 +126,7 @@ def losses_of(task: Task, data: Data, change: Callable[[Any, np.ndarray], Any] |
             found = task.losses(task.params, placed)
         except Exception as error:
             note_batch(error, task, placed)
+            name_loader(error, data, batch.values)
             raise
         check_losses(found, batch.rows, task=task, batch=placed)
         losses[batch.rows] = found.to(losses)

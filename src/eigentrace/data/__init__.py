@@ -2,6 +2,6 @@
 
 from eigentrace.data.accept import as_data
 from eigentrace.data.ordered import Data
-from eigentrace.data.sources import Batch
+from eigentrace.data.sources import NOT_SINGLE, UNBATCHED, Batch
 
-__all__ = ["Batch", "Data", "as_data"]
+__all__ = ["NOT_SINGLE", "UNBATCHED", "Batch", "Data", "as_data"]

@@ -132,6 +132,11 @@ class Data:
         """Tell whether batches are collated here, so that their size is ours to choose."""
         return self._source.can_rebatch
 
+    @property
+    def is_unbatched(self) -> bool:
+        """Tell whether a loader without a batch size gives what is read as batches, single examples perhaps."""
+        return isinstance(self._source, Batches) and self._source.is_unbatched
+
     def rebatched(self, batch_size: int) -> "Data":
         """Return the same examples in batches of another size; batches that somebody else made stay as they are."""
         return self._of(self._source.rebatched(batch_size), self.ids) if self.can_rebatch else self

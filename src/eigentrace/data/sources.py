@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from eigentrace.batch import length_of, select
+from eigentrace.batch import described, length_of, select
 from eigentrace.data.rows import Rows, boundary, cut, pick, within, written
 from eigentrace.digest import digest_rows, digests
 from eigentrace.errors import DataError
@@ -161,6 +161,11 @@ def own_generator() -> torch.Generator:
     return torch.Generator(torch.get_default_device())
 
 
+UNBATCHED = "The DataLoader has batch_size=None, so what its dataset gives is read as batches"
+"""How every message about such a loader begins."""
+NOT_SINGLE = "pass the dataset itself, or give the loader a batch size."
+
+
 class Batches:
     """Batches somebody else made: a list, or a loader with its own way of grouping."""
 
@@ -169,9 +174,10 @@ class Batches:
     def __init__(self, batches: Sequence[Any] | DataLoader) -> None:
         self.batches = batches
         self.is_seekable = not isinstance(batches, DataLoader)
+        self.is_unbatched = isinstance(batches, DataLoader) and batches.batch_sampler is None
         # Every pass over a loader draws a seed for its workers from the caller's global random state.
         with torch.random.fork_rng(devices=[]):
-            sizes = [length_of(batch) for batch in track(batches, "Counting examples")]
+            sizes = [self._length(batch) for batch in track(batches, "Counting examples")]
         self.ends = np.cumsum(np.array([0, *sizes], dtype=np.int64))  # where batch i - 1 ends, and batch i begins
 
     def __len__(self) -> int:
@@ -197,6 +203,17 @@ class Batches:
             if stop > rows[-1] and not to_end:
                 return
         self._checked_end(number + 1)
+
+    def _length(self, batch: Any) -> int:
+        try:
+            return length_of(batch)
+        except DataError as error:
+            if not self.is_unbatched:
+                raise
+            raise DataError(
+                f"{UNBATCHED}, and {described(batch)} is none: no tensor of it has a first dimension. If this is a "
+                f"single example, {NOT_SINGLE}"
+            ) from error
 
     def _from(self, first: int) -> Iterator[tuple[int, Any]]:
         """Yield batches with their numbers: a list's from the first that is wanted on, a loader's from its start."""

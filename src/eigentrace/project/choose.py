@@ -13,7 +13,7 @@ from eigentrace.batch import is_per_example, select, tensors_of
 from eigentrace.data import Batch, Data
 from eigentrace.errors import NumericalError, TaskError, UnsupportedError
 from eigentrace.fallback import LACKING, first_supported
-from eigentrace.probe import check_losses, note_batch
+from eigentrace.probe import check_losses, name_loader, note_batch
 from eigentrace.progress import track
 from eigentrace.project.engine import Engine, Job, Projection
 from eigentrace.project.forward import forward
@@ -111,8 +111,12 @@ def project(
     batches = data.batches(rows, digests=digests) if rows is not None or digests else data.batches()
     for batch in track(batches, description, len(data) if rows is None else len(rows), len):
         values = job.task.place(batch.values)
-        projection = portions(engine, job, values, len(batch))
-        _check(batch, values, projection, job)
+        try:
+            projection = portions(engine, job, values, len(batch))
+            _check(batch, values, projection, job)
+        except Exception as error:
+            name_loader(error, data, batch.values)
+            raise
         if not projection.is_whole:
             checked(values, batch, projection.losses)
         elif job.name == "measurement":
@@ -161,6 +165,7 @@ def gradients(job: Job, data: Data) -> Iterator[Tensor]:  # each (b, P)
                 yield flat
         except Exception as error:
             note_batch(error, task, values)
+            name_loader(error, data, batch.values)
             raise
         checked(values, batch, torch.cat(taken))
 
