@@ -181,6 +181,30 @@ def test_relabelling_is_asked_for(tmp_path):
             found.relabel([wrong])
 
 
+@pytest.mark.parametrize("form", ["parquet", "csv"])
+def test_the_class_that_somebody_chose_is_the_new_label(tmp_path, form):
+    run = Columns(loss=[4.0, 3.0, 2.0, 1.0], label=[0, 1, 2, 2], prediction=[1, 1, 0, 2])
+    found = clean(run, drop=1, by="loss")
+    assert found.new_labels.tolist() == [-1, -1, -1, -1]
+    chosen = dataclasses.replace(found, to_relabel=np.array([1, 2]), given=np.array([-1, 0, -1, -1]))
+    assert chosen.new_labels.tolist() == [-1, 0, 0, -1]  # what was chosen, and what is suggested
+    read = Decisions.read(chosen.write(tmp_path / f"d.{form}"))
+    assert read.new_labels.tolist() == [-1, 0, 0, -1]
+    again = Decisions.read(read.write(tmp_path / f"again.{form}"))
+    assert again.table().equals(read.table())
+    assert again.relabel([0]).new_labels.tolist() == [1, 0, 0, -1]
+
+
+def test_a_class_is_given_by_its_number(tmp_path):
+    found = clean(Columns(loss=[4.0, 3.0], label=[0, 1], prediction=[1, 1]), drop=0, by="loss").relabel([0])
+    table = for_csv(found.table())
+    pa.csv.write_csv(table.append_column("new_label", pa.array(["2", None])), tmp_path / "d.csv")
+    assert Decisions.read(tmp_path / "d.csv").new_labels.tolist() == [2, -1]
+    pa.csv.write_csv(table.append_column("new_label", pa.array(["cat", None])), tmp_path / "words.csv")
+    with pytest.raises(MismatchError, match=r"Column new_label of .* must hold whole numbers .* as their numbers"):
+        Decisions.read(tmp_path / "words.csv")
+
+
 def test_files_that_hold_no_decisions(tmp_path):
     table = clean(noisy(), drop=5).table()
     with pytest.raises(MismatchError, match="There are no decisions at"):

@@ -23,7 +23,19 @@ _ROWS_AT_ONCE = 1 << 18
 _RULE = b"eigentrace.rule"
 _WORDS = ("keep", "drop", "relabel")
 _RELABEL = 2
+_NEW_LABEL = "new_label"
 _COLUMNS = ("row", "decision", "score", "rank", "threshold", "label", "prediction", "reason")
+
+# What is read as numbers, and what stands for a number that is missing.
+_NUMBERS = {
+    "row": (pa.int64(), -1),
+    "score": (pa.float64(), np.nan),
+    "rank": (pa.int64(), 0),
+    "threshold": (pa.float64(), np.nan),
+    "label": (pa.int64(), -1),
+    "prediction": (pa.int64(), -1),
+    _NEW_LABEL: (pa.int64(), -1),
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,8 @@ class Decisions:
     """Rows that somebody decided to relabel, ascending. They are kept."""
     told: pa.ChunkedArray | None = None
     """The reasons, where they were read from a file."""
+    given: np.ndarray | None = None  # (N,) int64, negative for none
+    """Classes that people chose for rows to be relabelled, on the page or in the file's column `new_label`."""
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -81,6 +95,15 @@ class Decisions:
     def suggested(self) -> np.ndarray:  # (N,) int64
         """The model's prediction where it differs from the label; -1 where it agrees, or where either is missing."""
         return suggestions(self.labels, self.predictions, len(self))
+
+    @cached_property
+    def new_labels(self) -> np.ndarray:  # (N,) int64
+        """The class of each row to be relabelled: the one that somebody chose, else the suggested one; -1 elsewhere."""
+        rows, found = self.to_relabel, np.full(len(self), -1, dtype=np.int64)
+        found[rows] = self.suggested[rows]
+        if self.given is not None:
+            found[rows] = np.where(self.given[rows] >= 0, self.given[rows], found[rows])
+        return found
 
     @property
     def num_unscored(self) -> int:
@@ -135,6 +158,7 @@ class Decisions:
             "suggested_label": _nullable(self.suggested, part, 0),
             "reason": self._reasons(part) if self.told is None else self.told.slice(start, stop - start),
         }
+        columns |= {} if self.given is None else {_NEW_LABEL: _nullable(self.new_labels, part, 0)}
         rule = {_RULE: json.dumps(asdict(self.rule)).encode()} if self.rule else None
         return pa.table(columns).replace_schema_metadata(rule)
 
@@ -158,23 +182,25 @@ class Decisions:
         table = _read(Path(path))
         words = table["decision"].cast(pa.string())
         wrong = pc.unique(words.filter(pc.invert(pc.is_in(words, pa.array(_WORDS)))))
-        rows = _numbers(table["row"], pa.int64(), -1)
+        rows, scores, ranks, thresholds, labels, predictions, given = (
+            _numbers(path, table, name, kind, missing) for name, (kind, missing) in _NUMBERS.items()
+        )
         if len(wrong) or not np.array_equal(rows, np.arange(len(rows))):
             what = f"decides {wrong[0].as_py()!r}" if len(wrong) else "does not list the rows 0, 1, 2, ... in order"
             raise MismatchError(f"{path} {what}. Every row needs one of {', '.join(_WORDS)}: all rows, in their order.")
         known = table.schema.metadata or {}
-        has = {name: table[name].null_count < len(table) for name in ("label", "prediction")}
         return Decisions(
             mask=pc.equal(words, "drop").to_numpy(),
-            scores=_numbers(table["score"], pa.float64(), np.nan),
-            ranks=_numbers(table["rank"], pa.int64(), 0),
-            thresholds=_numbers(table["threshold"], pa.float64(), np.nan),
+            scores=scores,
+            ranks=ranks,
+            thresholds=thresholds,
             rule=Rule(**json.loads(known[_RULE])) if _RULE in known else None,
-            labels=_numbers(table["label"], pa.int64(), -1) if has["label"] else None,
-            predictions=_numbers(table["prediction"], pa.int64(), -1) if has["prediction"] else None,
-            ids=table["id"] if "id" in table.column_names and table["id"].null_count < len(table) else None,
+            labels=_unless_empty(table, "label", labels),
+            predictions=_unless_empty(table, "prediction", predictions),
+            ids=_unless_empty(table, "id", table["id"] if "id" in table.column_names else None),
             to_relabel=np.flatnonzero(pc.equal(words, "relabel").to_numpy()),
             told=table["reason"].cast(pa.string()),
+            given=_unless_empty(table, _NEW_LABEL, given),
         )
 
     def __str__(self) -> str:
@@ -254,11 +280,23 @@ def _nullable(values: np.ndarray | None, part: slice, least: int) -> pa.Array:
     return pa.array(values[part], pa.int64(), mask=values[part] < least)
 
 
-def _numbers(column: pa.ChunkedArray, kind: pa.DataType, missing: float) -> np.ndarray:
+def _numbers(path: str | Path, table: pa.Table, name: str, kind: pa.DataType, missing: float) -> np.ndarray:
     """Read a column that another tool may have written: nulls and NaN stand for what is missing."""
-    if pa.types.is_floating(column.type) and pa.types.is_integer(kind):
-        column = pc.if_else(pc.is_nan(column), None, column)
-    return pc.fill_null(column.cast(kind), missing).to_numpy()
+    column = table[name] if name in table.column_names else pa.nulls(len(table), kind)
+    try:
+        if pa.types.is_floating(column.type) and pa.types.is_integer(kind):
+            column = pc.if_else(pc.is_nan(column), None, column)
+        return pc.fill_null(column.cast(kind), missing).to_numpy(zero_copy_only=False)
+    except pa.ArrowException as error:
+        raise MismatchError(
+            f"Column {name} of {path} must hold {'whole ' if pa.types.is_integer(kind) else ''}numbers ({error}). "
+            "Classes are written as their numbers."
+        ) from None
+
+
+def _unless_empty(table: pa.Table, name: str, values: Any) -> Any:
+    """Return what a column was read as; None where no row has a value in it."""
+    return values if name in table.column_names and table[name].null_count < len(table) else None
 
 
 def _read_csv(path: Path) -> pa.Table:

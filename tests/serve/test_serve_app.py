@@ -174,7 +174,9 @@ def test_deciding_and_exporting(points):
     assert any("self_influence is above" in reason for reason in table["reason"].to_pylist())
     assert table["id"].to_pylist()[4] == "point 4"
     (points / "out.parquet").write_bytes(parquet.content)
-    assert et.Decisions.read(points / "out.parquet").mask.tolist() == [row in dropped for row in range(60)]
+    read = et.Decisions.read(points / "out.parquet")
+    assert read.mask.tolist() == [row in dropped for row in range(60)]
+    assert read.new_labels.tolist() == [2 if row in (wrong, 10) else -1 for row in range(60)]
     as_csv = pyarrow.csv.read_csv(io.BytesIO(asked.get("/api/export?format=csv").content))
     assert as_csv["decision"].to_pylist() == words
     rows = asked.get("/api/export?format=rows").text.split()

@@ -284,14 +284,11 @@ class Answers:
             with path.open("w", newline="") as file:
                 csv.writer(file, lineterminator="\n").writerows([row] for row in decisions.kept.tolist())
             return path
-        given = np.full(len(decisions), -1, dtype=np.int64)
-        for row in decisions.to_relabel.tolist():
-            given[row] = -1 if (label := self._new_label(row)) is None else label
-        schema = _exported(decisions, given, 0, 0, form).schema
+        schema = _exported(decisions, 0, 0, form).schema
         make = pq.ParquetWriter if form == "parquet" else pyarrow.csv.CSVWriter
         with make(path, schema) as writer:
             for start in range(0, len(decisions), _ROWS_AT_ONCE):
-                writer.write_table(_exported(decisions, given, start, start + _ROWS_AT_ONCE, form))
+                writer.write_table(_exported(decisions, start, start + _ROWS_AT_ONCE, form))
         return path
 
     def _as_decisions(self) -> Decisions:
@@ -301,6 +298,9 @@ class Answers:
         classes = [self.columns.or_missing(name) for name in ("label", "prediction")]
         labels, predictions = (None if held is None else held.astype(np.int64) for held in classes)
         reasons = pa.DictionaryArray.from_arrays(pa.array(said), pa.array(words, pa.string())).cast(pa.string())
+        to_relabel, given = np.flatnonzero(codes == RELABEL), np.full(len(codes), -1, dtype=np.int64)
+        for row in to_relabel.tolist():
+            given[row] = -1 if (label := self._new_label(row)) is None else label
         return Decisions(
             mask=codes == WORDS.index("drop"),
             scores=scores,
@@ -309,14 +309,14 @@ class Answers:
             labels=labels,
             predictions=predictions,
             ids=self.columns.ids,
-            to_relabel=np.flatnonzero(codes == RELABEL),
+            to_relabel=to_relabel,
             told=pa.chunked_array([reasons]),
+            given=given,
         )
 
 
-def _exported(decisions: Decisions, given: np.ndarray, start: int, stop: int, form: str) -> pa.Table:
-    table, part = decisions.table(start, stop), given[start:stop]
-    table = table.append_column("new_label", pa.array(part, mask=part < 0))
+def _exported(decisions: Decisions, start: int, stop: int, form: str) -> pa.Table:
+    table = decisions.table(start, stop)
     return for_csv(table) if form == "csv" else table
 
 
