@@ -43,11 +43,9 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.replace(path)
         sync(path.parent)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise storage_error(error, path) from error
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    finally:
+        _discard(partial)
 
 
 @contextmanager
@@ -68,9 +66,15 @@ def appearing(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise storage_error(error, path) from error
     finally:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
+        _discard(partial)
+
+
+def _discard(partial: Path) -> None:
+    """Remove what was begun, if anything is there; a file system that is read-only refuses even that."""
+    if partial.is_dir():
+        shutil.rmtree(partial, ignore_errors=True)
+    else:
+        with suppress(OSError):
             partial.unlink(missing_ok=True)
 
 
