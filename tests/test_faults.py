@@ -192,6 +192,28 @@ def has_tmpfs(folder):
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+NO_ROOM = """
+import resource, signal, sys
+from pathlib import Path
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+import numpy as np
+from eigentrace.errors import StorageError
+from eigentrace.serve.journal import Journal
+try:
+    Journal(Path(sys.argv[1]), 3, "x").decide(np.array([1]), "drop")
+except StorageError as error:
+    print("told:", error)
+"""
+
+
+def test_a_full_disk_has_no_room_for_the_name_of_who_writes(tmp_path):
+    command = [sys.executable, "-c", NO_ROOM, str(tmp_path)]
+    told = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    assert "told: There is no room left to write" in told.stdout, told.stderr[-2000:]
+    assert (tmp_path / "deciding" / "lock").exists()
+
+
 def test_a_disk_that_really_is_full(tmp_path):
     small = tmp_path / "small"
     small.mkdir()

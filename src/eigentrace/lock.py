@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -12,7 +12,7 @@ from eigentrace.errors import BusyError
 from eigentrace.files import storage_error
 
 _NAME = "lock"
-_held: set[IO[str]] = set()
+_held: set[IO[bytes]] = set()
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def locked(folder: Path) -> Iterator[None]:
     _at_fork()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / _NAME).open("a+")
+        file = (folder / _NAME).open("a+b", buffering=0)
     except OSError as error:
         raise storage_error(error, folder / _NAME) from error
     with file:
@@ -31,15 +31,15 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            holder = file.read().strip() or "another process"
+            holder = file.read().decode(errors="replace").strip() or "another process"
             raise BusyError(
                 f"{folder} is being written by {holder}. Wait until it has ended, or stop it, and run this again; "
                 "reading is possible meanwhile."
             ) from None
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        with suppress(OSError):  # on a full disk the lock has no name, and is held all the same
+            file.seek(0)
+            file.truncate()
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         _held.add(file)
         try:
             yield
