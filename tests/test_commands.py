@@ -254,7 +254,14 @@ def test_what_is_refused_leaves_nothing_behind(place, call):
 
 def test_the_order_of_commands(place, call):
     assert call("fit runs/x --input mine.py:make --steps 20 --keep 6")[0] == 0
-    for command in ("explain runs/x --row 1", "clean runs/x --drop 5%", "check runs/x"):
+    asking = (
+        "explain runs/x --row 1",
+        "clean runs/x --drop 5%",
+        "check runs/x",
+        "report runs/x",
+        "serve runs/x --port 0",
+    )
+    for command in asking:
         code, _, err = call(command)
         assert (code, err.endswith("Run first: eigentrace score runs/x\n")) == (2, True)
     assert call("info runs/x")[1].endswith("Next: eigentrace score runs/x\n")

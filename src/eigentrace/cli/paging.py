@@ -15,6 +15,7 @@ _NO_SERVER = 'The page needs the packages fastapi and uvicorn. In the clone: pip
 
 def serve(path: Path, port: int, host: str, token: str | None, model: bool, open_browser: bool, as_json: bool) -> None:
     """Serve a page until Ctrl-C."""
+    _check_scored(path)
 
     def tell(place: "Place") -> None:
         if as_json:
@@ -38,9 +39,18 @@ def report(path: Path, out: Path | None, rows: int, as_json: bool) -> None:
     """Write the page as one file."""
     from eigentrace.serve.report import write_report
 
+    _check_scored(path)
     written = write_report(path, path / "page.html" if out is None else out, rows=rows)
     size = written.stat().st_size
     if as_json:
         print(json.dumps({"run": str(path), "out": str(written), "bytes": size}), flush=True)
     else:
         print(f"{written} ({size / 1e6:.1f} MB). Open it in a browser: {written.resolve().as_uri()}", flush=True)
+
+
+def _check_scored(path: Path) -> None:
+    """Say which command comes first, where nothing is scored yet; torch is loaded for these words only."""
+    if not (path / "manifest.json").exists():
+        from eigentrace.cli import request
+
+        request.scored(path)
