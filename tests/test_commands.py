@@ -122,6 +122,25 @@ def test_a_classifier_from_folder_to_cleaned_csv(place, call, answer):
         assert "torch finds no GPU" in call("score runs/animals --device cuda")[2]
 
 
+@pytest.mark.filterwarnings("default:The examples cannot be shown")
+def test_a_dataset_that_was_moved_with_its_run_is_cleaned(place, call, monkeypatch):
+    (place / "old").mkdir()
+    build(place / "old")
+    monkeypatch.chdir(place / "old")
+    fit = "fit run --model model --data train.csv --task text-classification"
+    assert call(fit)[0] == 0
+    assert call("score run")[0] == 0
+    monkeypatch.chdir((place / "old").rename(place / "new"))
+    code, out, err = call("clean run --drop 3 --out kept.csv")
+    assert (code, "157 rows that stay" in out) == (0, True), err
+    lines = (place / "new" / "train.csv").read_bytes().splitlines(keepends=True)
+    assert set((place / "new" / "kept.csv").read_bytes().splitlines(keepends=True)) < set(lines)
+    monkeypatch.chdir(place)
+    for command, ends in {"clean new/run --drop 3 --out kept.csv": 2, "report new/run": 0}.items():
+        code, _, err = call(command)
+        assert (code, "which is gone, and there is no train.csv here" in err) == (ends, True), command
+
+
 def test_every_answer_is_json_alone(scored, answer, call):
     code, fitted = answer("fit runs/x")
     assert (code, fitted["run"], fitted["num_train"], fitted["method"]["keep"]) == (0, "runs/x", 40, 6)

@@ -126,10 +126,11 @@ def clean(
     if decisions is not None:
         _check_new(check_decisions_file(decisions))
     run = _opened(path)
-    source = _source(run) if out is not None else None
+    if out is not None:
+        _refuse_function(run)
     told = {name: _amount(value) for name, value in amounts.items() if value is not None}
     found = decide(run, by=by, per_class=per_class, **told)
-    written = None if out is None or source is None else _written(run, found, source, out)
+    written = None if out is None else _written(run, found, out)
     if decisions is not None:
         found.write(decisions)
     result = {
@@ -253,21 +254,18 @@ def _input_of(run: Run) -> dict[str, Any]:
     return (run.manifest["how"] or {}).get("input", {})
 
 
-def _source(run: Run) -> Path:
-    asked = _input_of(run)
-    dataset = asked.get("resolved", {}).get("dataset") or asked.get("dataset")
-    if dataset is None:
+def _refuse_function(run: Run) -> None:
+    if "dataset" not in _input_of(run):
         raise InputError(
             "This run does not say which file its rows came from (its data comes from a function): leave --out away "
             "and use the decisions (--decisions), or eigentrace.export(decisions, source, out) in Python."
         )
-    return Path(dataset)
 
 
-def _written(run: Run, decisions: Decisions, source: Path, out: Path) -> Path:
+def _written(run: Run, decisions: Decisions, out: Path) -> Path:
     """Write the rows that stay, if the dataset is still the one that was scored."""
     _check_new(out)
-    check_source(run.manifest["how"], run.path)
+    source = check_source(run.manifest["how"], run.path)
     asked = _input_of(run)
     by_id = {"id": asked["id"]} if asked.get("id") else {}
     return export(decisions if by_id else decisions.mask, source, out, split=asked.get("split"), **by_id)

@@ -109,11 +109,19 @@ def show_of(
     return Tensors.found_in(inputs.data) if inputs.show is None else inputs.show
 
 
-def check_source(how: Mapping[str, Mapping[str, Any]], home: Path | str) -> None:
-    """Stop if the dataset of a run, read from its first row to its last, is not the one that was scored."""
+def check_source(how: Mapping[str, Mapping[str, Any]], home: Path | str) -> Path:
+    """Stop if the dataset of a run, read from its first row to its last, is not the one that was scored.
+
+    Args:
+        how: What the run was made from: folders, and no function.
+        home: The run's directory.
+
+    Returns:
+        Where the dataset is now.
+    """
     asked = _settled(how, home)
-    if "function" not in asked:
-        show_folder(**asked, check=_check_of(how, home, whole=True))
+    show_folder(**asked, check=_check_of(how, home, whole=True))
+    return Path(asked["dataset"])
 
 
 def _check_of(how: Mapping[str, Any], home: Path | str | None, whole: bool = False) -> Check | None:
@@ -131,9 +139,20 @@ def _settled(how: Mapping[str, Mapping[str, Any]], home: Path | str | None) -> d
     made_in = resolved.pop(RUN, None)
     for key, full in resolved.items():
         asked[key] = full if _is_there(key, full) else asked[key]
+    if home is not None and Folder(home).exists:
+        _refuse_lost(asked.get("dataset"), resolved.get("dataset"), home)
     if asked.get("args"):
         asked["args"] = {name: _in_run(value, home or made_in) for name, value in asked["args"].items()}
     return asked
+
+
+def _refuse_lost(given: str | None, full: str | None, home: Path | str) -> None:
+    """Stop where the dataset of a run is neither where it was nor under its name in the current directory."""
+    if given is not None and full is not None and not _is_there("dataset", given):
+        raise InputError(
+            f"The dataset of the run at {home} was {full}, which is gone, and there is no {given} here. Bring it back, "
+            f"or run this in a directory where it is called {given}."
+        )
 
 
 def _in_run(value: Any, home: Path | str | None) -> Any:

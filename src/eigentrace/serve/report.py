@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eigentrace.errors import UnsupportedError
+from eigentrace.errors import EigentraceWarning, UnsupportedError
 from eigentrace.files import appearing
 from eigentrace.serve.answers import Answers
 from eigentrace.serve.content import plain
@@ -60,6 +61,8 @@ def write_report(run: "str | Path | Run", out: str | Path, show: "Show | None" =
     with appearing(out) as partial:
         if subject.show is None and subject.changed is not None:
             raise subject.changed
+        if subject.trouble:
+            warnings.warn(subject.trouble, EigentraceWarning, stacklevel=2)
         page = _page(_embedded(Answers(subject), rows))
         partial.write_text(page, encoding="utf-8", newline="\n")
     return out
