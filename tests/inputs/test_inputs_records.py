@@ -12,6 +12,7 @@ from eigentrace.errors import DataError, InputError
 from eigentrace.inputs.columns import class_labels, ids_of, metadata_of
 from eigentrace.inputs.files import find_files
 from eigentrace.inputs.records import open_records
+from eigentrace.inputs.single import single_column
 from small import table
 
 ROWS = 23
@@ -108,6 +109,20 @@ def test_texts_that_look_like_dates_or_numbers_stay_text(tmp_path):
     assert lines.whole(["text", "n"]).to_pydict() == {"text": ["2020-01-01", "2020-01-02"], "n": [1, 2]}
     cells = open_records(find_files(tmp_path / "a.csv"), as_text=["text", "other"])
     assert cells.whole(["text", "n"]).to_pydict() == {"text": ["007", "NA", ""], "n": [1, 2, 3]}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl"])
+def test_a_text_may_be_longer_than_what_is_parsed_at_once(suffix, tmp_path):
+    texts = ["one", 'a "word", ' * 400_000, "three"]  # 4 MB
+    path = tmp_path / f"long.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("".join(json.dumps({"id": str(row), "text": text}) + "\n" for row, text in enumerate(texts)))
+    else:
+        options = pa.csv.WriteOptions(delimiter="," if suffix == "csv" else "\t")
+        pa.csv.write_csv(pa.table({"id": ["0", "1", "2"], "text": texts}), path, options)
+    files = find_files(path)
+    assert open_records(files, ["id", "text"]).whole(["text"]).column(0).to_pylist() == texts
+    assert single_column(files, "text").to_pylist() == texts
 
 
 def test_a_split_of_several(tmp_path):

@@ -11,8 +11,8 @@ from eigentrace.errors import InputError
 
 Format = Literal["csv", "tsv", "jsonl", "parquet", "arrow"]
 
-# A line of JSON longer than a block is an error in pyarrow, whose own default is 1 MiB.
-JSON_BLOCK = 64 * 2**20
+# A row of CSV or a line of JSON longer than a block is an error in pyarrow, whose own default is 1 MiB.
+BLOCK = 64 * 2**20
 
 FORMATS: dict[str, Format] = {
     ".csv": "csv",

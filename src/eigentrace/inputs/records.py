@@ -13,7 +13,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from eigentrace.errors import DataError, InputError
-from eigentrace.inputs.files import JSON_BLOCK, Files
+from eigentrace.inputs.files import BLOCK, Files
 from eigentrace.inputs.quoting import check_closed, parsing
 
 # Row groups held at a time: a pass in order needs one, a batch that lies across two needs both.
@@ -225,14 +225,14 @@ def _read(path: Path, kind: str, as_text: Sequence[str]) -> pa.Table:
     if kind == "jsonl":
         return _read_json(path, as_text)
     convert = pa.csv.ConvertOptions(column_types=dict.fromkeys(as_text, pa.string()))
-    table = pa.csv.read_csv(path, parse_options=parsing(path, kind), convert_options=convert)
+    table = pa.csv.read_csv(path, pa.csv.ReadOptions(block_size=BLOCK), parsing(path, kind), convert)
     if kind == "csv":
         check_closed(path)
     return table
 
 
 def _read_json(path: Path, as_text: Sequence[str]) -> pa.Table:
-    options = pa.json.ReadOptions(block_size=JSON_BLOCK)
+    options = pa.json.ReadOptions(block_size=BLOCK)
     table = pa.json.read_json(path, read_options=options)
     # Texts that look like dates are taken for dates, unless they are known to be text.
     dates = [name for name in as_text if name in table.column_names and pa.types.is_temporal(table[name].type)]

@@ -8,7 +8,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from eigentrace.errors import DataError
-from eigentrace.inputs.files import JSON_BLOCK, Files
+from eigentrace.inputs.files import BLOCK, Files
 from eigentrace.inputs.quoting import check_closed, parsing
 
 # What a value of a JSON line may be, tried in this order.
@@ -46,9 +46,10 @@ def _column(path: Path, kind: str, name: str, delimiter: str | None) -> pa.Chunk
 
 
 def _of_csv(path: Path, kind: str, name: str, delimiter: str) -> pa.ChunkedArray | None:
+    read = pa.csv.ReadOptions(block_size=BLOCK)
     convert = pa.csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()}, strings_can_be_null=False)
     try:
-        table = pa.csv.read_csv(path, parse_options=parsing(path, kind, delimiter), convert_options=convert)
+        table = pa.csv.read_csv(path, read, parsing(path, kind, delimiter), convert)
     except pa.ArrowKeyError:
         return None
     if kind == "csv":
@@ -60,7 +61,7 @@ def _of_json(path: Path, name: str) -> pa.ChunkedArray | None:
     for kind in _KINDS:
         parse = pa.json.ParseOptions(explicit_schema=pa.schema([(name, kind)]), unexpected_field_behavior="ignore")
         try:
-            found = pa.json.read_json(path, pa.json.ReadOptions(block_size=JSON_BLOCK), parse).column(0)
+            found = pa.json.read_json(path, pa.json.ReadOptions(block_size=BLOCK), parse).column(0)
         except pa.ArrowInvalid:
             continue
         return None if found.null_count == len(found) else found
