@@ -13,14 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eigentrace.decisions import Decisions
-from eigentrace.errors import DataError, InputError, MismatchError, UnsupportedError
+from eigentrace.errors import DataError, InputError, MismatchError
 from eigentrace.files import appearing
 from eigentrace.inputs.files import FORMATS, Files, find_files
 from eigentrace.inputs.matching import matched
-from eigentrace.inputs.quoting import IsOpen, has_quoting, open_after
+from eigentrace.inputs.quoting import IsOpen, has_quoting, lines_of, open_after, separator
 
-_DELIMITERS = (b",", b";", b"\t", b"|")
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 # Rows of a Parquet file that are read at a time, and bytes that are held before they are written as a row group.
 _ROWS_AT_ONCE = 65_536
 _GROUP_BYTES = 1 << 27
@@ -78,7 +76,7 @@ def export(
             f"The rows are written in the format they came in, {files.format}, and {out.name} names another one."
         )
     if isinstance(decisions, Decisions):
-        mark = _mark(files.paths[0], delimiter).decode() if files.format == "csv" else None
+        mark = separator(files.paths[0], delimiter).decode() if files.format == "csv" else None
         has_names = header or files.format not in ("csv", "tsv")
         flags = _Flags(matched(decisions, files, id, label, mark, has_names), source)
     elif id is not None or label is not None:
@@ -146,35 +144,19 @@ def _targets(files: Files, out: Path) -> list[Path]:
 
 def _reader(source: Path, form: str, delimiter: str | None, header: bool) -> IsOpen:
     """Return what tells whether a quoted field is still open after a line, given whether one was open before."""
-    mark = _mark(source, "\t" if form == "tsv" else delimiter)
+    mark = separator(source, "\t" if form == "tsv" else delimiter)
     if form == "tsv" and not has_quoting(source, header=header):
         return lambda line, inside: False
     return open_after(mark)
-
-
-def _mark(source: Path, delimiter: str | None) -> bytes:
-    """Return what separates the fields of a file."""
-    with source.open("rb") as file:
-        first = file.readline()
-    if first.startswith(_UTF16_MARKS):
-        raise UnsupportedError(f"{source} is UTF-16, whose lines cannot be copied as bytes. Convert it to UTF-8 first.")
-    if delimiter is not None and len(delimiter.encode()) != 1:
-        raise InputError(f"delimiter must be one ASCII character, got {delimiter!r}.")
-    return _commonest(first) if delimiter is None else delimiter.encode()
-
-
-def _commonest(line: bytes) -> bytes:
-    bare = re.sub(rb'"[^"]*"', b"", line)
-    return max(_DELIMITERS, key=bare.count)
 
 
 def _write_lines(source: Path, out: Path, flags: _Flags, is_open: IsOpen | None, *, header: bool) -> None:
     """Copy the lines of kept rows, and those that belong to no row: the header and empty lines."""
     drop, total, row = flags.bytes, len(flags.bytes), flags.used - 1
     in_header, inside, keep = header, False, True
-    is_empty = bytes.isspace if is_open is None else (b"\n", b"\r\n").__contains__
-    with source.open("rb") as lines, out.open("wb") as file:
-        for line in lines:
+    is_empty = bytes.isspace if is_open is None else (b"\n", b"\r\n", b"\r").__contains__
+    with source.open("rb") as read, out.open("wb") as file:
+        for line in read if is_open is None else lines_of(read):
             if not inside and is_empty(line):
                 file.write(line)
                 continue

@@ -8,7 +8,8 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from eigentrace.errors import DataError, InputError
+from eigentrace.errors import DataError, InputError, UnsupportedError
+from eigentrace.exporting import export
 from eigentrace.inputs.columns import class_labels, ids_of, metadata_of
 from eigentrace.inputs.files import find_files
 from eigentrace.inputs.records import open_records
@@ -125,6 +126,28 @@ def test_a_text_may_be_longer_than_what_is_parsed_at_once(suffix, tmp_path):
     assert single_column(files, "text").to_pylist() == texts
 
 
+@pytest.mark.parametrize("mark", list(",;|\t"))
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_csv_is_cut_where_it_is_exported(mark, end, tmp_path):
+    rows = [("id", "text", "label"), ("1", '"one, or; two | three"', "a"), ("2", f'"a{end}line"', "b"), ("3", "c", "c")]
+    (tmp_path / "a.csv").write_text(end.join(mark.join(row) for row in rows) + end, newline="")
+    files = find_files(tmp_path / "a.csv")
+    found = open_records(files, ["id", "text"]).whole(["id", "text"]).to_pydict()
+    assert found == {"id": ["1", "2", "3"], "text": ["one, or; two | three", f"a{end}line", "c"]}
+    assert single_column(files, "id").to_pylist() == found["id"]
+    kept = export([False, True, False], tmp_path / "a.csv", tmp_path / "kept.csv")
+    assert kept.read_bytes().decode() == end.join(mark.join(row) for row in (*rows[:2], rows[3])) + end
+
+
+def test_lines_that_end_in_a_carriage_return_alone_are_rows(tmp_path):
+    (tmp_path / "a.tsv").write_bytes(b"text\none\rtwo\nthree\n")
+    assert open_records(find_files(tmp_path / "a.tsv"), ["text"]).whole(["text"])["text"].to_pylist() == [
+        "one", "two", "three",
+    ]  # fmt: skip
+    kept = export([False, True, False], tmp_path / "a.tsv", tmp_path / "kept.tsv")
+    assert kept.read_bytes() == b"text\none\rthree\n"
+
+
 def test_a_split_of_several(tmp_path):
     for split, rows in (("train", 5), ("test", 3)):
         pq.write_table(PLAIN.slice(0, rows), tmp_path / f"{split}-00000-of-00001.parquet")
@@ -163,6 +186,11 @@ def other_schema(folder):
     return folder
 
 
+def utf16(folder):
+    (folder / "a.csv").write_text("text,label\na,b\n", encoding="utf-16")
+    return folder / "a.csv"
+
+
 WRONG = {
     "missing": (lambda at: at / "none.csv", "There is no dataset at .*none.csv"),
     "no match": (lambda at: at / "*.csv", r"No file matches '.*\*\.csv'"),
@@ -175,6 +203,7 @@ WRONG = {
     "not Parquet": (written("a.parquet", "no"), "cannot be read as parquet"),
     "one name twice": (written("a.csv", "text,text\na,b\n"), "several columns called text"),
     "other columns": (other_schema, "train-00009-of-00003.parquet and train-00000-of-00003.parquet are parts of one"),
+    "UTF-16": (utf16, "a.csv is UTF-16, whose lines cannot be copied as bytes. Convert it to UTF-8 first"),
     "damaged folder": (lambda at: written("saved/state.json", "{")(at).parent, "state.json is damaged"),
     "without its files": (lambda at: written("saved/state.json", "{}")(at).parent, "lacks its data files"),
 }
@@ -182,7 +211,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("make", "message"), table(WRONG))
 def test_what_cannot_be_read_is_said(make, message, tmp_path):
-    with pytest.raises((InputError, DataError), match=message):
+    with pytest.raises((InputError, DataError, UnsupportedError), match=message):
         open_records(find_files(make(tmp_path)))
 
 

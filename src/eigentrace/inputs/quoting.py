@@ -1,14 +1,16 @@
-"""Whether the quotes in a file are quoting, or characters of its texts, and whether quoted fields are closed."""
+"""How a CSV or TSV file is cut: its lines, what separates its fields, and whether its quotes are quoting and closed."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pyarrow.csv
 
-from eigentrace.errors import DataError
+from eigentrace.errors import DataError, InputError, UnsupportedError
 
 UTF8_MARK = b"\xef\xbb\xbf"
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_DELIMITERS = (b",", b";", b"\t", b"|")
 _FIELD = rb'(?:"(?:[^"]++|"")*+"|[^"\t]*+)'
 _CLOSED = re.compile(_FIELD + rb"(?:\t" + _FIELD + rb")*+")
 _OPEN = re.compile(rb"(?:" + _FIELD + rb'\t)*+"(?:[^"]++|"")*+')
@@ -23,17 +25,18 @@ IsOpen = Callable[[bytes, bool], bool]
 """Tells whether a quoted field is still open after a line, given whether one was open before."""
 
 
-def parsing(path: Path, kind: str, delimiter: str = ",") -> pyarrow.csv.ParseOptions:
+def parsing(path: Path, kind: str, delimiter: str | None = None) -> pyarrow.csv.ParseOptions:
     """Return how a file is cut into fields.
 
     Args:
         path: The file.
         kind: "csv" or "tsv".
-        delimiter: What separates the fields of a CSV.
+        delimiter: What separates the fields of a CSV; see `separator`.
     """
+    mark = separator(path, "\t" if kind == "tsv" else delimiter)
     quoted = kind == "csv" or has_quoting(path)
     return pyarrow.csv.ParseOptions(
-        delimiter="\t" if kind == "tsv" else delimiter, quote_char='"' if quoted else False, newlines_in_values=quoted
+        delimiter=mark.decode(), quote_char='"' if quoted else False, newlines_in_values=quoted
     )
 
 
@@ -56,15 +59,15 @@ def open_after(mark: bytes) -> IsOpen:
     return is_open
 
 
-def check_closed(path: Path, delimiter: str = ",") -> None:
+def check_closed(path: Path, delimiter: str | None = None) -> None:
     """Stop at quotes in a CSV that swallow lines: never closed, or closed on a later line in the middle of a text.
 
     Readers take both without a word. Text after quotes that close on their own line costs no row, and is read.
     """
-    mark = delimiter.encode()
+    mark = separator(path, delimiter)
     is_open, ends, inside, began = open_after(mark), (mark, b"\r", b"\n", b""), False, 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+    with path.open("rb") as file:
+        for number, line in enumerate(lines_of(file), 1):
             if b'"' not in line:
                 continue
             end = _TO_ITS_END.match(b'"' + line) if inside else None
@@ -83,6 +86,27 @@ def check_closed(path: Path, delimiter: str = ",") -> None:
         )
 
 
+def separator(path: Path, delimiter: str | None = None) -> bytes:
+    """Return what separates fields: what is given, else the commonest of , ; | and tab in the file's first line."""
+    with path.open("rb") as file:
+        first = next(lines_of(file), b"")
+    if first.startswith(_UTF16_MARKS):
+        raise UnsupportedError(f"{path} is UTF-16, whose lines cannot be copied as bytes. Convert it to UTF-8 first.")
+    if delimiter is not None and len(delimiter.encode()) != 1:
+        raise InputError(f"delimiter must be one ASCII character, got {delimiter!r}.")
+    bare = re.sub(rb'"[^"]*"', b"", first)
+    return max(_DELIMITERS, key=bare.count) if delimiter is None else delimiter.encode()
+
+
+def lines_of(file: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield lines with their ends, which are LF, CR LF or, as pyarrow and spreadsheets have it, CR alone."""
+    for line in file:
+        if b"\r" in line:
+            yield from line.splitlines(keepends=True)
+        else:
+            yield line
+
+
 def has_quoting(path: Path, *, header: bool = True) -> bool:
     """Tell whether the fields of a TSV file are quoted as in a CSV; if not, every line is a row and quotes are text.
 
@@ -99,8 +123,8 @@ def has_quoting(path: Path, *, header: bool = True) -> bool:
         DataError: If the header is in quotes, and a quote elsewhere is no part of quoting.
     """
     scan = _Scan(header)
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+    with path.open("rb") as file:
+        for number, line in enumerate(lines_of(file), 1):
             if not scan.goes_on(number, line.removeprefix(UTF8_MARK if number == 1 else b"").rstrip(b"\r\n")):
                 break
     if not scan.is_quoted and scan.declared:

@@ -21,7 +21,7 @@ def single_column(files: Files, name: str, delimiter: str | None = None) -> pa.C
     Args:
         files: What `find_files` found.
         name: The column. In CSV and TSV files, whose first record names the columns, it is read as text.
-        delimiter: What separates the fields of a CSV.
+        delimiter: What separates the fields of a CSV; found out by its header if not given.
     """
     try:
         parts = [_column(path, files.format, name, delimiter) for path in files.paths]
@@ -42,10 +42,10 @@ def _column(path: Path, kind: str, name: str, delimiter: str | None) -> pa.Chunk
             if name not in stream.schema.names:
                 return None
             return pa.chunked_array([batch.column(name) for batch in stream], stream.schema.field(name).type)
-    return _of_json(path, name) if kind == "jsonl" else _of_csv(path, kind, name, delimiter or ",")
+    return _of_json(path, name) if kind == "jsonl" else _of_csv(path, kind, name, delimiter)
 
 
-def _of_csv(path: Path, kind: str, name: str, delimiter: str) -> pa.ChunkedArray | None:
+def _of_csv(path: Path, kind: str, name: str, delimiter: str | None) -> pa.ChunkedArray | None:
     read = pa.csv.ReadOptions(block_size=BLOCK)
     convert = pa.csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()}, strings_can_be_null=False)
     try:
