@@ -204,6 +204,17 @@ WRONG = {
     "one name twice": (written("a.csv", "text,text\na,b\n"), "several columns called text"),
     "other columns": (other_schema, "train-00009-of-00003.parquet and train-00000-of-00003.parquet are parts of one"),
     "UTF-16": (utf16, "a.csv is UTF-16, whose lines cannot be copied as bytes. Convert it to UTF-8 first"),
+    "a lone return": (
+        written("a.csv", "text,label\na\rb,c\n"),
+        r"Expected 2 columns, got 1.* \| The file holds carriage",
+    ),
+    "an array": (written("a.json", '[{"a": 1}]'), "The file is one array, and JSON lines are objects, each on a line"),
+    "two types": (
+        written("a.jsonl", '{"a": 1}\n{"a": "b"}\n'),
+        r"in row 1 \| A column has one type in all rows",
+    ),
+    "packed": (written("a.csv.gz", ""), "a.csv.gz is packed. Unpack it first"),
+    "no name twice": (written("a.csv", "text,,\na,b,c\n"), "several columns called '': give each its own name"),
     "damaged folder": (lambda at: written("saved/state.json", "{")(at).parent, "state.json is damaged"),
     "without its files": (lambda at: written("saved/state.json", "{}")(at).parent, "lacks its data files"),
 }
@@ -213,6 +224,12 @@ WRONG = {
 def test_what_cannot_be_read_is_said(make, message, tmp_path):
     with pytest.raises((InputError, DataError, UnsupportedError), match=message):
         open_records(find_files(make(tmp_path)))
+
+
+def test_another_encoding_is_named(tmp_path):
+    (tmp_path / "a.csv").write_text("text,label\ncafé,b\n", encoding="latin-1")
+    with pytest.raises(DataError, match=r"invalid UTF8 data \| Text must be UTF-8\. Convert the file"):
+        open_records(find_files(tmp_path / "a.csv"), as_text=["text"])
 
 
 def test_a_column_that_is_not_there(records):

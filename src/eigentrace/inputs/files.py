@@ -24,6 +24,7 @@ FORMATS: dict[str, Format] = {
 }
 _KNOWN = "CSV, TSV, JSON lines, Parquet (a file, a folder or a pattern such as 'data/*.parquet'), or a folder that "
 _KNOWN += "Dataset.save_to_disk wrote"
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 # Shards as the Hugging Face hub names them: train-00000-of-00004.parquet
 _SHARD = re.compile(r"^(?P<split>.+?)-\d+-of-\d+(?:-[0-9a-f]+)?$")
 
@@ -120,6 +121,8 @@ def _split_of(folder: Path, path: Path) -> str | None:
 
 
 def _format_of(path: Path) -> Format:
+    if path.suffix.lower() in _PACKED:
+        raise InputError(f"{path} is packed. Unpack it first: rows are copied as they stand in the file.")
     if path.suffix.lower() not in FORMATS:
         raise InputError(f"{path} ends in {path.suffix or 'no suffix'!r}, which is not known: give {_KNOWN}.")
     return FORMATS[path.suffix.lower()]

@@ -110,7 +110,7 @@ class Records:
         self._ends = np.cumsum(pieces.sizes, dtype=np.int64)
         twice = {column for column in self.schema.names if self.schema.names.count(column) > 1}
         if twice:
-            raise DataError(f"{name} has several columns called {', '.join(sorted(twice))}: give each its own name.")
+            raise DataError(f"{name} has several columns called {_named(sorted(twice))}: give each its own name.")
         if not len(self):
             raise DataError(f"{name} has no rows: at least one example is needed.")
 
@@ -123,7 +123,7 @@ class Records:
             if column is not None and column not in self.schema.names:
                 raise InputError(
                     f"{self.name} has no column {column!r} (asked for as {what}). It has: "
-                    f"{', '.join(self.schema.names)}. Name one of them with {what}."
+                    f"{_named(self.schema.names)}. Name one of them with {what}."
                 )
 
     def read(self, rows: Sequence[int] | np.ndarray, names: Sequence[str]) -> pa.Table:
@@ -204,9 +204,14 @@ def open_records(files: Files, as_text: Sequence[str] = ()) -> Records:
 
 
 def _hint(files: Files, error: str) -> str:
-    """Say what a wrong number of columns usually comes from."""
+    """Say what an error of the parser usually comes from, and what to do about it."""
+    for pattern, words in _HINTS.items():
+        if re.search(pattern, error):
+            return f" | {words}"
     if not re.search(r"Expected \d+ columns?, got \d+", error):
         return ""
+    if any(_has_lone_return(path) for path in files.paths):
+        return f" | {_LONE_RETURN}"
     if files.format == "tsv":
         return (
             " | Every line of a TSV file needs as many fields as its header. Texts with tabs or line breaks must be in "
@@ -217,6 +222,25 @@ def _hint(files: Files, error: str) -> str:
         "quote, over commas and lines. Put texts with quotes or commas in quotes and double the quotes inside them, as "
         "CSV writers do, or store them as TSV, where lone quotes are text."
     )
+
+
+_HINTS = {
+    "invalid UTF8": "Text must be UTF-8. Convert the file (iconv -f latin1 -t utf-8), or save it as CSV UTF-8.",
+    r"Column\(\) changed from object to array": (
+        "The file is one array, and JSON lines are objects, each on a line of its own. Write it so: jq -c '.[]', or "
+        "to_json(orient='records', lines=True) of pandas."
+    ),
+    r"Column\(/.*\) changed from": "A column has one type in all rows: write its values as text, or as numbers.",
+}
+_LONE_RETURN = (
+    "The file holds carriage returns (\\r) without a line feed after them. Outside of quotes they end a row: take them "
+    "out of the texts, or put these texts in quotes."
+)
+
+
+def _has_lone_return(path: Path) -> bool:
+    with path.open("rb") as file:
+        return any(re.search(rb"\r(?!\n)", line) for line in file)
 
 
 def _read(path: Path, kind: str, as_text: Sequence[str]) -> pa.Table:
@@ -249,6 +273,11 @@ def _check_same(expected: pa.Schema, found: pa.Schema, first: Path, path: Path) 
             f"{path.name} and {first.name} are parts of one dataset and have other columns or types: "
             f"{_described(found)} and {_described(expected)}. Write them with one schema."
         )
+
+
+def _named(columns: Sequence[str]) -> str:
+    """List columns; those without a name, or with blanks around it, in quotes."""
+    return ", ".join(name if name and name == name.strip() else repr(name) for name in columns)
 
 
 def _described(schema: pa.Schema) -> str:
