@@ -2,10 +2,13 @@ import builtins
 import inspect
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 
 from eigentrace import __version__, cli
+from eigentrace.cli import commands
 from eigentrace.errors import InputError
 from eigentrace.report import MethodRow
 
@@ -121,3 +124,9 @@ def test_the_default_of_steps_is_the_demo_s_own():
     from eigentrace.demo import run_demo
 
     assert inspect.signature(run_demo).parameters["steps"].default == cli._STEPS
+
+
+def test_columns_of_a_table_that_came_from_a_run_keep_names_of_their_own():
+    table = pa.table({"loss": [1], "given_loss": [2], "source": [3], "row": [4]})
+    kept = commands._columns(SimpleNamespace(columns=table, data=SimpleNamespace(ids=None)))
+    assert kept.to_pydict() == {"given_given_loss": [1], "given_loss": [2], "source": [3], "given_row": [4]}

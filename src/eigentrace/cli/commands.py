@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -241,8 +241,13 @@ def _columns(inputs: Inputs) -> pa.Table | None:
         return None
     if inputs.data.ids is not None and ID in table.column_names:
         table = table.drop_columns([ID])
-    names = [f"given_{name}" if name in OWN_COLUMNS else name for name in table.column_names]
-    return table.rename_columns(names)
+    taken = table.column_names
+    return table.rename_columns([_given(name, taken) if name in OWN_COLUMNS else name for name in taken])
+
+
+def _given(name: str, taken: Sequence[str]) -> str:
+    name = f"given_{name}"
+    return _given(name, taken) if name in taken else name
 
 
 def _classes(inputs: Inputs) -> list[str] | None:
