@@ -41,6 +41,11 @@ export const deciding = {
     await page.keyboard.press("r");
     const dialog = page.getByRole("dialog", { name: `Relabel row ${first}` });
     await dialog.getByLabel("New label").selectOption("4");
+    await press(page, "Enter", `Row ${first}: to relabel as 4.`); // as arrow keys would leave it
+    await press(page, "z", "Undone: 1 row as before.");
+    await isPressed("Keep", first);
+    await page.keyboard.press("r");
+    await dialog.getByLabel("New label").selectOption("4");
     await dialog.getByRole("button", { name: "Relabel" }).click();
     await decided(page, { drop: 0, keep: 0, relabel: 1 });
     await isPressed("Relabel", first);

@@ -6,12 +6,16 @@ import { hasLabels, labelName } from "./state.js";
 
 // Images up to this many pixels are enlarged by a whole factor, so that their pixels stay squares.
 const TINY = 48;
+// A text of more letters scrolls by itself where it stands alone, so that what is decided about it stays in sight.
+const LONG = 1500;
 
 /** Show an example's content. Size: "small" in lists, "large" on its own. */
 export function showContent(row, size = "small") {
   const content = row.content ?? { kind: "none" };
   const shown = { image, text, pair, tokens }[content.kind] ?? nothing;
-  const box = h("div", { class: `content ${content.kind} ${size}` }, shown(content, row, size));
+  const isLong = size === "large" && `${content.text ?? ""}${content.target ?? ""}`.length > LONG;
+  const reading = isLong ? { tabindex: 0, role: "group", "aria-label": "The whole text" } : {};
+  const box = h("div", { class: `content ${content.kind} ${size}`, ...reading }, shown(content, row, size));
   if (content.more) box.append(h("p", { class: "more" }, "Cut here."));
   return box;
 }
@@ -40,7 +44,11 @@ function image(content, row, size) {
 }
 
 function text(content) {
-  return h("p", { class: "words", dir: "auto" }, content.text ?? "");
+  return words(content.text);
+}
+
+function words(given) {
+  return given?.trim() ? h("p", { class: "words", dir: "auto" }, given) : h("p", { class: "no-preview" }, "empty text");
 }
 
 function pair(content) {
@@ -49,13 +57,13 @@ function pair(content) {
       "div",
       { class: "half" },
       h("span", { class: "half-name" }, "source"),
-      h("p", { class: "words", dir: "auto" }, content.text ?? ""),
+      words(content.text),
     ),
     h(
       "div",
       { class: "half" },
       h("span", { class: "half-name" }, "target"),
-      h("p", { class: "words", dir: "auto" }, content.target ?? ""),
+      words(content.target),
     ),
   ];
 }

@@ -169,13 +169,20 @@ export function drawBar() {
   );
 }
 
+/** Enter takes the class that the arrow keys chose: browsers open the list instead. */
+function submitOnEnter(event) {
+  if (event.key !== "Enter") return;
+  event.preventDefault();
+  event.target.form.requestSubmit(event.target.form.querySelector(".primary"));
+}
+
 /** Ask which class a row should have; null if nothing is chosen. */
 function chooseLabel(row) {
   return new Promise((resolve) => {
     const suggested = row.new_label ?? (row.prediction !== row.label ? row.prediction : null) ?? row.label;
     const choice = h(
       "select",
-      { name: "label", autofocus: true },
+      { name: "label", autofocus: true, onkeydown: submitOnEnter },
       labels().map(([label, name]) =>
         h(
           "option",
