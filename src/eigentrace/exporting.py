@@ -18,6 +18,7 @@ from eigentrace.files import appearing
 from eigentrace.inputs.files import FORMATS, Files, find_files
 from eigentrace.inputs.matching import matched
 from eigentrace.inputs.quoting import IsOpen, has_quoting, lines_of, open_after, separator
+from eigentrace.inputs.records import without_views
 
 # Rows of a Parquet file that are read at a time, and bytes that are held before they are written as a row group.
 _ROWS_AT_ONCE = 65_536
@@ -184,10 +185,19 @@ def _write_parquet(source: Path, out: Path, flags: _Flags) -> None:
         for group in range(file.num_row_groups):
             held: list[pa.RecordBatch] = []
             for batch in _guarded(source, file.iter_batches(_ROWS_AT_ONCE, row_groups=[group])):
-                held.append(batch.filter(flags.take(len(batch))))
+                held += _kept(batch, flags)
                 if sum(part.nbytes for part in held) > _GROUP_BYTES:
                     held = _flush(writer, held)
             _flush(writer, held)
+
+
+def _kept(batch: pa.RecordBatch, flags: _Flags) -> list[pa.RecordBatch]:
+    """Return the rows of a batch that stay, with the types they have."""
+    whole, keep = pa.Table.from_batches([batch]), flags.take(len(batch))
+    plain = without_views(whole)
+    if plain is whole:
+        return [batch.filter(keep)]
+    return plain.filter(keep).cast(batch.schema).combine_chunks().to_batches()
 
 
 def _flush(writer: pq.ParquetWriter, held: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
@@ -222,7 +232,8 @@ def _write_arrow(source: Path, out: Path, flags: _Flags) -> None:
         raise DataError(f"{source} cannot be read as an Arrow stream ({error}). Restore it.") from None
     with stream, pa.OSFile(str(out), "wb") as file, pa.ipc.new_stream(file, stream.schema) as writer:
         for batch in _guarded(source, iter(stream)):
-            writer.write_batch(batch.filter(flags.take(len(batch))))
+            for part in _kept(batch, flags):
+                writer.write_batch(part)
 
 
 def _write_state(files: Files, out: Path, flags: _Flags) -> None:

@@ -148,6 +148,24 @@ def test_lines_that_end_in_a_carriage_return_alone_are_rows(tmp_path):
     assert kept.read_bytes() == b"text\none\rthree\n"
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_views_of_texts_are_texts(kind, tmp_path):
+    views = pa.table({"text": pa.array(["one", "two", "three"], pa.string_view()), "label": [0, 1, 0]})
+    if kind == "parquet":
+        pq.write_table(views, tmp_path / "a.parquet", row_group_size=2)
+        source = tmp_path / "a.parquet"
+    else:
+        source = tmp_path / "saved"
+        source.mkdir()
+        (source / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+        with pa.ipc.new_stream(source / "data.arrow", views.schema) as stream:
+            stream.write_table(views)
+    assert open_records(find_files(source)).read([2, 0], ["text"])["text"].to_pylist() == ["three", "one"]
+    kept = export([False, True, False], source, tmp_path / f"kept{source.suffix}")
+    found = pq.read_table(kept) if kind == "parquet" else pa.ipc.open_stream(kept / "data.arrow").read_all()
+    assert found.equals(pa.table({"text": pa.array(["one", "three"], pa.string_view()), "label": [0, 0]}))
+
+
 def test_a_split_of_several(tmp_path):
     for split, rows in (("train", 5), ("test", 3)):
         pq.write_table(PLAIN.slice(0, rows), tmp_path / f"{split}-00000-of-00001.parquet")

@@ -80,7 +80,7 @@ class _RowGroups:
         table = self._groups.pop(key, None)
         if table is None:
             path, group = self._places[number]
-            table = self._file(path).read_row_group(group, columns=list(names)).select(list(names))
+            table = without_views(self._file(path).read_row_group(group, columns=list(names)).select(list(names)))
         self._groups[key] = table  # the last used comes last
         while len(self._groups) > _HELD_GROUPS:
             del self._groups[next(iter(self._groups))]
@@ -176,6 +176,17 @@ class Records:
             )
 
 
+def without_views(table: pa.Table) -> pa.Table:
+    """Turn views of texts and bytes, of which pyarrow cannot take single rows, into plain ones."""
+    kinds = [(field.name, _PLAIN.get(field.type)) for field in table.schema]
+    for at, (name, kind) in enumerate(kinds):
+        table = table if kind is None else table.set_column(at, name, table.column(at).cast(kind))
+    return table
+
+
+_PLAIN = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+
+
 def held_records(columns: Mapping[str, Any], name: str) -> Records:
     """Make records of columns in memory."""
     return Records(_Held(pa.table(dict(columns))), name)
@@ -195,7 +206,7 @@ def open_records(files: Files, as_text: Sequence[str] = ()) -> Records:
         tables = [_read(path, files.format, as_text) for path in files.paths]
         for path, table in zip(files.paths, tables, strict=True):
             _check_same(tables[0].schema, table.schema, files.paths[0], path)
-        return Records(_Held(pa.concat_tables(tables)), name)
+        return Records(_Held(without_views(pa.concat_tables(tables))), name)
     except pa.ArrowException as error:
         if files.format == "csv" and "straddling" in str(error):  # a field too long to be read: most likely not closed
             for path in files.paths:
