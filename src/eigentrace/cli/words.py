@@ -166,12 +166,16 @@ def clean(
     below: Annotated[float | None, typer.Option(help="Drop scores below this number.")] = None,
     by: Annotated[str, typer.Option(help="Column to decide by.")] = "self_influence",
     per_class: Annotated[bool, typer.Option("--per-class", help="Take the share within each label.")] = False,
+    chosen: Annotated[
+        Path | None,
+        typer.Option("--from", help="Go by the decisions in this file, which --decisions or the page wrote."),
+    ] = None,
     decisions: Annotated[Path | None, typer.Option(help="Parquet or CSV file for every row's decision.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the dataset without the dropped rows.")] = None,
     json: _Json = False,
 ) -> None:
     """Decide which rows to drop, and write the dataset without them in the format it came in."""
-    amounts = {"drop": drop, "keep": keep, "above": above, "below": below}
+    amounts = {"drop": drop, "keep": keep, "above": above, "below": below, "from": chosen}
     _commands().clean(run, amounts, by, per_class, decisions, out, json)
 
 
