@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from eigentrace import cli
+from eigentrace.decisions import Decisions
 from eigentrace.serve.answers import Answers
 from eigentrace.serve.subject import Subject
 from tests.worked import ROWS, build
@@ -52,6 +53,30 @@ def test_the_page_s_decisions_clean_the_dataset(place, form, tmp_path, monkeypat
     found = json.loads(capsys.readouterr().out)
     assert (sorted(found["dropped_rows"]), found["to_relabel"], found["by"]) == ([3, 5], [9], None)
     assert (tmp_path / "again.csv").read_text().splitlines() == (place / "decisions.csv").read_text().splitlines()
+
+
+def test_the_decisions_of_a_report_clean_the_dataset(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    report = tmp_path / "decisions.csv"
+    report.write_text("row,id,decision,new_label\n7,s007,keep,\n5,s005,drop,\n9,s009,relabel,2\n3,s003,drop,\n")
+    line = f"clean run --from {report} --out {tmp_path}/kept.csv --decisions {tmp_path}/all.parquet"
+    assert ended(monkeypatch, line) == 0, capsys.readouterr().err
+    assert "Drops 2 of 160 rows; 1 are to be relabelled." in capsys.readouterr().out
+    header, *lines = (place / "train.csv").read_bytes().splitlines(keepends=True)
+    kept = [line for row, line in enumerate(lines) if row not in (3, 5)]
+    assert (tmp_path / "kept.csv").read_bytes() == b"".join([header, *kept])
+    found = Decisions.read(tmp_path / "all.parquet")
+    assert found.new_labels[[3, 7, 9]].tolist() == [-1, -1, 2]
+    assert [found.reasons[row].as_py() for row in (0, 3)] == ["not decided on", "marked drop: in a report"]
+    for wrong, message in {
+        "5,s006,drop,": "row 5 is 's005' there, not 's006'",
+        "160,s160,drop,": "decides 'drop' on row 160, and the run has rows 0 to 159",
+        "5,s005,maybe,": "decides 'maybe' on row 5",
+        "5,s005,relabel,cat": "cannot be read as a table of decisions",
+    }.items():
+        report.write_text(f"row,id,decision,new_label\n{wrong}\n")
+        assert ended(monkeypatch, f"clean run --from {report}") == 2, wrong
+        assert message in capsys.readouterr().err
 
 
 def test_decisions_on_something_else_are_refused(place, tmp_path, monkeypatch, capsys):

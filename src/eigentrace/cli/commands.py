@@ -15,13 +15,13 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from eigentrace.artifact import read_manifest
-from eigentrace.cleaning import clean as decide
 from eigentrace.cli import request
+from eigentrace.cli.deciding import decided
 from eigentrace.cli.showing import class_names, counted, show_explanation, show_fit, show_run
 from eigentrace.compute import Compute
 from eigentrace.decisions import Decisions, check_decisions_file
 from eigentrace.ensemble import load
-from eigentrace.errors import InputError, MismatchError
+from eigentrace.errors import InputError
 from eigentrace.explain import Explanation
 from eigentrace.exporting import export
 from eigentrace.files import replacing, sweep
@@ -33,7 +33,6 @@ from eigentrace.run import Run, open_run
 from eigentrace.scoring import score as score_run
 from eigentrace.store import Folder
 from eigentrace.store.table import ID, OWN_COLUMNS
-from eigentrace.unchanged import id_difference, label_difference, stored_ids
 
 
 def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], as_json: bool) -> None:
@@ -129,7 +128,8 @@ def clean(
     run = _opened(path)
     if out is not None:
         _refuse_function(run)
-    found = _decided(run, amounts, by, per_class)
+    told = {name: _amount(value) for name, value in amounts.items() if value is not None and name != "from"}
+    found = decided(run, told, by, per_class, amounts["from"])
     written = None if out is None else _written(run, found, out)
     if decisions is not None:
         found.write(decisions)
@@ -154,30 +154,6 @@ def clean(
     if decisions is None and written is None:
         lines += ["Nothing was written: give --out for the dataset without these rows, or --decisions for a list."]
     _answer(result, "\n".join(lines), as_json)
-
-
-def _decided(run: Run, amounts: Mapping[str, Any], by: str, per_class: bool) -> Decisions:
-    """Decide by the rule that was asked for, or as a file says."""
-    told = {name: _amount(value) for name, value in amounts.items() if value is not None}
-    chosen = told.pop("from", None)
-    if chosen is None:
-        return decide(run, by=by, per_class=per_class, **told)
-    if told or per_class or by != "self_influence":
-        raise InputError(
-            "--from names a file that says what goes: leave --drop, --keep, --above, --below, --by and --per-class out."
-        )
-    found, other = Decisions.read(chosen), None
-    if len(found) != run.num_rows:
-        other = f"it decides on {len(found):,} rows, and the run has {run.num_rows:,}"
-    held = stored_ids(Folder(run.path))
-    if other is None and held is not None and found.ids is not None:
-        other = id_difference(held, found.ids)
-    if other is None and found.labels is not None and "label" in run.columns:
-        labels = np.where(found.labels >= 0, found.labels, run.column("label"))
-        other = label_difference(Folder(run.path), labels)
-    if other is not None:
-        raise MismatchError(f"{chosen} is not about the run at {run.path}: {other}. Check the path.")
-    return found
 
 
 def check(path: Path, repair: bool, as_json: bool) -> None:
