@@ -118,6 +118,7 @@ def clean(
     amounts: Mapping[str, Any],
     by: str,
     per_class: bool,
+    chosen: Path | None,
     decisions: Path | None,
     out: Path | None,
     as_json: bool,
@@ -128,8 +129,8 @@ def clean(
     run = _opened(path)
     if out is not None:
         _refuse_function(run)
-    told = {name: _amount(value) for name, value in amounts.items() if value is not None and name != "from"}
-    found = decided(run, told, by, per_class, amounts["from"])
+    told = {name: _amount(value) for name, value in amounts.items() if value is not None}
+    found = decided(run, told, by, per_class, chosen)
     written = None if out is None else _written(run, found, out)
     if decisions is not None:
         found.write(decisions)
@@ -138,7 +139,7 @@ def clean(
         "rows": len(found),
         "dropped": len(found.dropped),
         "kept": len(found.kept),
-        "by": by if amounts["from"] is None else None,
+        "by": by if chosen is None else None,
         "dropped_rows": found.dropped.tolist(),
         "to_relabel": found.to_relabel.tolist(),
         "decisions": None if decisions is None else str(decisions),

@@ -175,8 +175,8 @@ def clean(
     json: _Json = False,
 ) -> None:
     """Decide which rows to drop, and write the dataset without them in the format it came in."""
-    amounts = {"drop": drop, "keep": keep, "above": above, "below": below, "from": chosen}
-    _commands().clean(run, amounts, by, per_class, decisions, out, json)
+    amounts = {"drop": drop, "keep": keep, "above": above, "below": below}
+    _commands().clean(run, amounts, by, per_class, chosen, decisions, out, json)
 
 
 def check(
