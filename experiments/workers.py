@@ -19,7 +19,7 @@ def dealt_out(parts: Sequence[str], first: Sequence[str], workers: int) -> list[
     before = [part for part in parts if part in first]
     others = [part for part in parts if part not in first]
     shared = [others[k::workers] for k in range(min(workers, len(others)))]
-    return [processes for processes in ([before] if before else [], shared) if processes]
+    return [processes for processes in ([before], shared) if any(processes)]
 
 
 def run_parts(name: str, argv: Sequence[str], rounds: Sequence[Sequence[Sequence[str]]]) -> int:

@@ -21,7 +21,8 @@ from eigentrace.files import appearing
 # Rows whose reasons are put into words at a time.
 _ROWS_AT_ONCE = 1 << 18
 _RULE = b"eigentrace.rule"
-_WORDS = ("keep", "drop", "relabel")
+WORDS = ("keep", "drop", "relabel")
+"""What can be decided of a row."""
 _RELABEL = 2
 _NEW_LABEL = "new_label"
 _COLUMNS = ("row", "decision", "score", "rank", "threshold", "label", "prediction", "reason")
@@ -149,7 +150,7 @@ class Decisions:
         columns = {
             "row": pa.array(np.arange(start, stop)),
             "id": pa.nulls(stop - start, pa.string()) if self.ids is None else self._ids.slice(start, stop - start),
-            "decision": pa.DictionaryArray.from_arrays(pa.array(self._codes(part)), list(_WORDS)),
+            "decision": pa.DictionaryArray.from_arrays(pa.array(self._codes(part)), list(WORDS)),
             "score": pa.array(self.scores[part]),
             "rank": _nullable(self.ranks, part, 1),
             "threshold": pa.array(self.thresholds[part]),
@@ -181,13 +182,13 @@ class Decisions:
         """Read what `write` wrote, whether or not somebody has changed some decisions since."""
         table = _read(Path(path))
         words = table["decision"].cast(pa.string())
-        wrong = pc.unique(words.filter(pc.invert(pc.is_in(words, pa.array(_WORDS)))))
+        wrong = pc.unique(words.filter(pc.invert(pc.is_in(words, pa.array(WORDS)))))
         rows, scores, ranks, thresholds, labels, predictions, given = (
             _numbers(path, table, name, kind, missing) for name, (kind, missing) in _NUMBERS.items()
         )
         if len(wrong) or not np.array_equal(rows, np.arange(len(rows))):
             what = f"decides {wrong[0].as_py()!r}" if len(wrong) else "does not list the rows 0, 1, 2, ... in order"
-            raise MismatchError(f"{path} {what}. Every row needs one of {', '.join(_WORDS)}: all rows, in their order.")
+            raise MismatchError(f"{path} {what}. Every row needs one of {', '.join(WORDS)}: all rows, in their order.")
         known = table.schema.metadata or {}
         return Decisions(
             mask=pc.equal(words, "drop").to_numpy(),

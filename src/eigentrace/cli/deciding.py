@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from eigentrace.cleaning import clean
-from eigentrace.decisions import Decisions
+from eigentrace.decisions import WORDS, Decisions
 from eigentrace.errors import InputError, MismatchError
 from eigentrace.run import Run
 from eigentrace.store import Folder
@@ -18,7 +18,6 @@ from eigentrace.unchanged import id_difference, label_difference, stored_ids
 
 # What a report exports, for the rows that were decided on alone.
 _OF_REPORT = {"row": pa.int64(), "id": pa.string(), "decision": pa.string(), "new_label": pa.int64()}
-_WORDS = ("keep", "drop", "relabel")
 
 
 def decided(run: Run, told: Mapping[str, Any], by: str, per_class: bool, chosen: Path | None) -> Decisions:
@@ -62,23 +61,26 @@ def _of_report(run: Run, path: Path) -> Decisions:
         raise MismatchError(f"{path} cannot be read as a table of decisions ({error}). Export it again.") from None
     ids, (rows, words) = run.ids, (table[name].to_pylist() for name in ("row", "decision"))
     for row, word, name in zip(rows, words, table["id"].to_pylist(), strict=True):
-        if word not in _WORDS or row is None or not 0 <= row < run.num_rows:
-            raise MismatchError(f"{path} decides {word!r} on row {row}, and the run has rows 0 to {run.num_rows - 1}.")
+        if word not in WORDS or row is None or not 0 <= row < run.num_rows:
+            raise MismatchError(
+                f"{path} decides {word!r} on row {row}. It must be one of {', '.join(WORDS)}, on a row of the run from "
+                f"0 to {run.num_rows - 1}: check the path, or export it again."
+            )
         known = "" if ids is None or ids[row] is None else str(ids[row])
         if name.removeprefix("'") != known.removeprefix("'"):  # which a report puts before what begins like a formula
             raise MismatchError(
                 f"{path} is not about the run at {run.path}: row {row} is {known!r} there, not {name!r}."
             )
     codes, given = np.zeros(run.num_rows, dtype=np.int8), np.full(run.num_rows, -1, dtype=np.int64)
-    codes[rows] = [_WORDS.index(word) for word in words]
+    codes[rows] = [WORDS.index(word) for word in words]
     given[rows] = table["new_label"].fill_null(-1).to_numpy()
     said = np.full(run.num_rows, "not decided on", dtype=object)
     said[rows] = [f"marked {word}: in a report" for word in words]
     return dataclasses.replace(
         clean(run, drop=0),
-        mask=codes == _WORDS.index("drop"),
+        mask=codes == WORDS.index("drop"),
         rule=None,
-        to_relabel=np.flatnonzero(codes == _WORDS.index("relabel")),
+        to_relabel=np.flatnonzero(codes == WORDS.index("relabel")),
         told=pa.chunked_array([pa.array(said, pa.string())]),
         given=given,
     )
