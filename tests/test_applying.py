@@ -70,7 +70,8 @@ def test_the_decisions_of_a_report_clean_the_dataset(place, tmp_path, monkeypatc
     assert [found.reasons[row].as_py() for row in (0, 3)] == ["not decided on", "marked drop: in a report"]
     for wrong, message in {
         "5,s006,drop,": "row 5 is 's005' there, not 's006'",
-        "160,s160,drop,": "decides 'drop' on row 160. It must be one of keep, drop, relabel, on a row of the run from 0 to 159",
+        "160,s160,drop,": "decides 'drop' on row 160. It must be one of keep, drop, relabel, "
+        "on a row of the run from 0 to 159",
         "5,s005,maybe,": "decides 'maybe' on row 5",
         "5,s005,relabel,cat": "cannot be read as a table of decisions",
     }.items():
