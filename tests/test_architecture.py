@@ -20,6 +20,7 @@ TIERS = (
     ("lock",),
     ("compute",),
     ("vector", "batch", "wide"),
+    ("casts",),
     ("digest",),
     ("data", "guard", "selection"),
     ("task", "ready"),

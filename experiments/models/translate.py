@@ -17,6 +17,8 @@ from experiments.translation import BEGIN, END, LONGEST, PAD
 ALPHA = 0.6
 # What no translation holds.
 _NEVER = [PAD, BEGIN]
+# Greedy search drops the sentences that are done when no more than this share of a batch goes on.
+_SHRINK = 0.75
 
 
 @torch.no_grad()
@@ -127,19 +129,22 @@ def _greedy(model: Transformer, source: Tensor, longest: int, _: int = 1) -> lis
     mask = source != PAD
     decoding = Decoding(model, model.encode(source, mask), mask)
     rows = torch.arange(len(source), device=source.device)
+    going = torch.ones_like(rows, dtype=torch.bool)
     said = torch.full((len(source), 1), BEGIN, device=source.device)
     found: list[list[int]] = [[] for _ in source]
     while len(rows) and said.shape[1] <= longest:
         token = decoding.next(said[:, -1]).argmax(dim=1)
         said = torch.cat([said, token[:, None]], dim=1)
-        ended = token == END
+        ended = going & (token == END)
         if ended.any():
             _store(found, rows[ended], said[ended, 1:-1])
-            # Sentences that are done take no more part.
-            going = (~ended).nonzero().flatten()
-            rows, said = rows[going], said[going]
-            decoding.take(going)
-    _store(found, rows, said[:, 1:])
+            going &= ~ended
+            left = going.nonzero().flatten()
+            # Sentences that are done take no more part, but go in groups: a GPU loads kernels for every new size.
+            if len(left) <= _SHRINK * len(rows):
+                rows, said, going = rows[left], said[left], going[left]
+                decoding.take(left)
+    _store(found, rows[going], said[going, 1:])
     return found
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import grad, jvp, vjp
 
+from eigentrace.casts import SeenCasts
 from eigentrace.errors import UnsupportedError
 from eigentrace.task import Task, Values
 
@@ -134,10 +135,8 @@ def product_of(kind: str, form: Form, precision: Precision) -> Product:
         if form is not Form.FORWARD:
             with _norms_in_float(task.model):
                 return product(task.in_bf16(), values, tangents, batch)
-        # Under torch.func autocast acts below the transforms, which never see its casts: the backward half must run
-        # inside it too, and attention still meets mixed types on a GPU, where softmax widens its input.
-        with task.in_bf16().casting():
-            return product(task, values, tangents, batch)
+        with SeenCasts(task.layout.device.type):
+            return product(task.in_bf16(), values, tangents, batch)
 
     return in_bf16
 

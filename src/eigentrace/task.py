@@ -272,17 +272,12 @@ class Task:
         other._bf16 = True
         return other
 
-    def casting(self) -> AbstractContextManager[Any]:
-        """Return what the model runs under: bfloat16 autocast, or nothing."""
-        if not self._bf16:
-            return nullcontext()
-        return torch.autocast(self.layout.device.type, torch.bfloat16, cache_enabled=False)
-
     def _call(self, function: ModelFunction, values: Values, batch: Any) -> Any:
         swapped = {f"model.{name}": value for name, value in (self._fixed | dict(values)).items()}
+        casting = torch.autocast(self.layout.device.type, torch.bfloat16, cache_enabled=False) if self._bf16 else None
         try:
             # Around the model only, as in training: backward passes follow the types they find.
-            with self.casting():
+            with casting or nullcontext():
                 return functional_call(_Caller(self.model), swapped, (function, batch))
         except IndexError as error:
             outside = lookup_outside(self.model, error)

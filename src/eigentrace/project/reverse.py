@@ -1,6 +1,7 @@
 """Per-example reverse mode: full gradients of a few examples at a time, the plain reference."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from eigentrace.batch import select, split
+from eigentrace.casts import SeenCasts
 from eigentrace.errors import UnsupportedError
 from eigentrace.project.engine import Job, Projection
 from eigentrace.rows import apply
@@ -41,9 +43,7 @@ def vmapped_gradients(job: Job, batch: Any, size: int) -> Iterator[Gradients]:
     at_once = job.vectors_at_once
     for start in range(0, size, at_once):
         part = [t[start : start + at_once] for t in tensors]
-        # Under torch.func autocast acts below the transforms, which never see its casts: the backward half must run
-        # inside it too.
-        with job.task.casting():
+        with SeenCasts(job.task.layout.device.type) if job.task.is_bf16 else nullcontext():
             found = vmap(grad_and_value(value), in_dims=(None, 0))(job.task.params, part)
         yield found
 
