@@ -44,6 +44,15 @@ def test_controls_are_grey_and_dashed_and_names_do_not_cover_each_other():
     assert np.diff(heights).min() >= 15.9
 
 
+def test_a_name_can_keep_its_colour():
+    both, alone = [curve("a"), curve("b")], [curve("b", colour=1)]
+    strokes = [
+        [line.get("stroke") for line in ET.fromstring(curves_svg("t", curves, "x", "y")).iter(f"{SVG}polyline")]
+        for curves in (both, alone)
+    ]
+    assert strokes[1] == strokes[0][1:]
+
+
 def test_names_of_curves_that_end_low_stay_above_the_numbers_of_the_axis():
     falling = [curve(name, up=(4.0, 2.0, 1.0)) for name in ("low", "lower", "lowest")]
     root = ET.fromstring(curves_svg("t", falling, "x", "y"))

@@ -37,6 +37,8 @@ class Curve:
     """(points,), drawn as a band on both sides."""
     is_control: bool = False
     """Drawn grey and dashed."""
+    colour: int | None = None
+    """Which of the colours, so that one name has one colour in several pictures; by default the next."""
 
 
 def curves_svg(title: str, curves: Sequence[Curve], across: str, up: str) -> str:
@@ -108,7 +110,8 @@ def _band(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
 def _colours(curves: Sequence[Curve]) -> list[str]:
     number, found = 0, []
     for curve in curves:
-        found.append(_CONTROL if curve.is_control else _COLOURS[number % len(_COLOURS)])
+        place = number if curve.colour is None else curve.colour
+        found.append(_CONTROL if curve.is_control else _COLOURS[place % len(_COLOURS)])
         number += not curve.is_control
     return found
 
