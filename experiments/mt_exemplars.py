@@ -56,6 +56,7 @@ pairs 17 were also trained on, of the others none. Lengths are counted in subwor
 `python -m experiments.mt_exemplars --data FOLDER --score-precision bf16` reads the network and the fits that
 mt_retrieval left in `--cache`, and then takes half a minute on an H200. With `--small`, phrases of a small grammar
 stand in, a third of them exchanged and called misaligned.
+[What the folder holds, and how to run the paper's size](../translation_data.md).
 """
 VERDICT = """\
 The pairs drawn, three from each range and none of more than 110 letters, show both ends less clearly than the paper's.

@@ -108,6 +108,7 @@ selections, each a part, are then shared among `--workers` processes: 30 trainin
 times; scores stay the same. The scores behind this page lie in [mt_filter_scores](mt_filter_scores): where the cache
 has none, selections with `--score-precision bf16` are made by them, without the network. With `--small`, phrases of a
 small grammar stand in: it shows that everything runs, and nothing else.
+[What the folder holds, and how to run the paper's size](../translation_data.md).
 """
 VERDICT = """\
 The order of the paper is not seen. It has Arnoldi ahead of RandProj at every size, and Arnoldi's tenth ahead of

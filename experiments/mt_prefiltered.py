@@ -52,7 +52,7 @@ that is trained again and its numbers of steps are those of mt_filter.
 --parts scores` left in `--cache` if `--score-precision` is the same, or those behind mt_filter's page, or makes them.
 Each row is a part, and they are shared among `--workers` processes: 30 trainings, of this page and of mt_filter, six at
 a time, took 12 minutes on an H200. With `--small`, phrases of a small grammar stand in: it shows that everything runs,
-and nothing else.
+and nothing else. [What the folder holds, and how to run the paper's size](../translation_data.md).
 """
 VERDICT = """\
 On captions it is as in the paper: a quarter dropped by its score gives 25.1 BLEU after 3,000 steps and half 22.9, where

@@ -68,8 +68,9 @@ to eight rows together, and any batch that does not fit goes through in parts; w
 
 `python -m experiments.mt_retrieval --data FOLDER --score-precision bf16` runs all of it, a quarter of an hour on an
 H200; `--steps` trains for longer, `--precision bf16` takes curvature in bfloat16, `--score-precision fp32` scores in
-float32. With `--small`, phrases of a small grammar stand in for the corpus and half of a tiny decoder for its last
-three blocks: it shows that everything runs, and nothing else.
+float32. [What the folder holds, and how to run the paper's size](../translation_data.md). With `--small`, phrases of a
+small grammar stand in for the corpus and half of a tiny decoder for its last three blocks: it shows that everything
+runs, and nothing else.
 """
 VERDICT = """\
 Seen as in the paper: K = 20 finds more than K = 10 by Arnoldi; in the last three decoder layers Arnoldi is ahead of

@@ -69,7 +69,7 @@ are too long; sentences are not packed.
 
 `python -m experiments.throughput --data FOLDER --score-precision bf16` takes six and a half minutes on an H200 with the
 network and the fit of mt_retrieval in `--cache`, forward mode three of them. `--pairs` scores fewer pairs. Nothing else
-should run beside it.
+should run beside it. [What the folder holds, and how to run the paper's size](../translation_data.md).
 """
 VERDICT = """\
 24.3M pairs an hour from gzipped text to scores on the disk, in bfloat16: 11 times what the paper reports for 16 cores

@@ -342,8 +342,8 @@ class Corpora:
         folder: Path | None = session.settings.data
         if folder is None and not session.small:
             raise InputError(
-                f"The sentence pairs have no public file to download: give the folder of "
-                f"{', '.join(dict.fromkeys(FILES.values()))} as --data, or try --small."
+                "Give the folder of the sentence pairs as --data, or try --small. There is no public file of them: "
+                f"docs/translation_data.md says where {', '.join(dict.fromkeys(FILES.values()))} come from."
             )
         return Corpora(folder, session.settings.cache, session.small)
 
