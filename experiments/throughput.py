@@ -57,8 +57,8 @@ are too long; sentences are not packed.
 
 - *Reading*: gzipped text on the disk to tokens, by the tokenizer's own threads.
 - *Scoring*: tokens to scores, with sorting, putting batches together, and planning, of a second and more. A batch that
-  does not fit goes through in parts, and *used* says how many pairs went together at most. *GiB* is what was held at
-  most, attempts that failed included.
+  does not fit goes through in parts. *Used* is the size of batch that most pairs were tried in, *GiB* what was held at
+  most; attempts that did not fit count in both.
 - *Writing*: scores and row numbers to a Parquet file.
 - *Pairs/h* is one over the sum of the three per pair. Forward mode costs one pass for each of the {KEEP} directions, as
   in the paper, of which up to eight are pushed together. Where fewer pairs were scored than read, they are every n-th
@@ -82,9 +82,11 @@ The batch matters most: 64 pairs take 0.10 s and 2,048 take 0.25, so that 64 at 
 2.4M. 2,048 of the longest do not fit, whose logits alone are 34 GB in float32; these go through in parts.
 
 Forward mode, the paper's way, makes 4.1M in bfloat16 and 1.0M in float32 with 512 pairs a batch, where layer by layer
-makes 15.1M and 7.5M: 3.6 and 7.3 times as many; with 64 pairs 1.0M against 2.3M, and 0.8M against 2.4M. Larger batches
-do not help it, for it has filled the memory by 512. Its rows are of fewer pairs, 4,000 at the least, in which the
-search for what fits weighs more: at 2,048 that is most of their time."""
+makes 15.1M and 7.5M; with 64 pairs 1.0M against 2.3M, and 0.8M against 2.4M. Larger batches do not help it: at 512 it
+already fills the memory. Its rows are of fewer pairs, 4,000 in float32, so that pairs of more different lengths share a
+batch: it pads more (in float32 with 512 pairs about half as much again), and the difference is smaller than it looks.
+At 2,048 these are eight batches and two, of which padding and the search for what fits take a share that was not
+measured."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
