@@ -62,6 +62,18 @@ def test_greedy_takes_the_best_token_of_the_plain_forward(model):
     assert not model.training
 
 
+def test_translations_that_ended_stay_as_they_were_while_most_go_on(model):
+    sources = _sources(24)
+    lengths = np.array([len(_by_hand(model, source, 12)) for source in sources])
+    first, longest = lengths.min(), lengths.max()
+    # One ends early: too few to be dropped before the others have reached the longest that is allowed.
+    rows = [int(lengths.argmin()), *np.flatnonzero(lengths == longest)]
+    assert first < longest
+    assert len(rows) > 4
+    expected = [_by_hand(model, sources[row], longest) for row in rows]
+    assert translated(model, sources[rows], longest=int(longest)) == expected
+
+
 def test_token_by_token_is_the_plain_forward_whoever_goes_on():
     model = make_transformer(Recipe(16, 3, 2, words=WORDS, dropout=0.1), CPU, 0).double().eval()
     source = _sources().long()
