@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.files import as_a_whole
 from bench.measure import Cell, Run, described
 from bench.models import MODELS
 
@@ -30,15 +31,13 @@ def read(path: Path) -> Results:
 
 def write(path: Path, results: Results) -> None:
     """Write results, models in the order of the tables, so that a run cut off leaves a whole file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     order = list(MODELS)
     ordered = {
         machine: dict(sorted(models.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
         for machine, models in sorted(results.items())
     }
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    with as_a_whole(path) as unfinished:
+        unfinished.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def merged(old: Results, new: Results) -> Results:

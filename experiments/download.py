@@ -6,6 +6,7 @@ import urllib.request
 from pathlib import Path
 
 from bench.command import say
+from bench.files import as_a_whole, made_once
 from eigentrace.errors import InputError
 
 
@@ -15,22 +16,22 @@ def fetch(url: str, md5: str, target: Path) -> Path:
     Raises:
         InputError: If the file cannot be had, or is another than expected.
     """
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(target.name + ".part")
-    say(f"downloading {url}")
-    try:
-        with urllib.request.urlopen(url, timeout=60) as answer, unfinished.open("wb") as file:
-            shutil.copyfileobj(answer, file)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise InputError(
-            f"{url} could not be downloaded ({error}). Put the file at {target} by other means."
-        ) from error
-    found = hashlib.md5(unfinished.read_bytes(), usedforsecurity=False).hexdigest()
-    if found != md5:
-        unfinished.unlink()
-        raise InputError(f"{url} has the MD5 digest {found}, expected {md5}: it was changed, or cut off on the way.")
-    unfinished.replace(target)
+    made_once(target, lambda: _fetch(url, md5, target))
     return target
+
+
+def _fetch(url: str, md5: str, target: Path) -> None:
+    say(f"downloading {url}")
+    with as_a_whole(target) as unfinished:
+        try:
+            with urllib.request.urlopen(url, timeout=60) as answer, unfinished.open("wb") as file:
+                shutil.copyfileobj(answer, file)
+        except OSError as error:
+            raise InputError(
+                f"{url} could not be downloaded ({error}). Put the file at {target} by other means."
+            ) from error
+        found = hashlib.md5(unfinished.read_bytes(), usedforsecurity=False).hexdigest()
+        if found != md5:
+            raise InputError(
+                f"{url} has the MD5 digest {found}, expected {md5}: it was changed, or cut off on the way."
+            )

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 import eigentrace as et
+from bench.files import alone
 from bench.measure import Cell, Precision, clocked, with_seconds
 from bench.models import Transformer
-from eigentrace.errors import ConvergenceWarning, InputError, PrecisionWarning
+from eigentrace.errors import ConvergenceWarning, PrecisionWarning
 from eigentrace.projected import ProjectedFit, load
 from experiments.frame import Session
 from experiments.models.kept import kept, name_of
@@ -104,8 +105,6 @@ class Network:
         path = self.path.with_name(f"{self.path.stem}_{sha256(f'{layers} {method}'.encode()).hexdigest()[:16]}")
 
         def work() -> ProjectedFit:
-            if path.exists():
-                return load(path, task)
             with warnings.catch_warnings():
                 # Products on new pairs each time settle on nothing. A finite difference crosses kinks of ReLU, so that
                 # every Hessian of this network is warned about; a test compares it with double backward.
@@ -113,15 +112,14 @@ class Network:
                     warnings.simplefilter("ignore", expected)
                 return method.fit(task, Ordered.of(self.train, self.size.product_batch).data)
 
-        fitted, took = with_seconds(work, task.layout.device)
         if not path.exists():
-            # Another process may fit the same at this time: whoever is first keeps it.
-            try:
-                fitted.save(path)
-            except InputError:
+            # Several processes may need it at this time: one fits. The seconds of the others are those of reading.
+            with alone(path):
                 if not path.exists():
-                    raise
-        return fitted, took
+                    fitted, took = with_seconds(work, task.layout.device)
+                    fitted.save(path)
+                    return fitted, took
+        return with_seconds(lambda: load(path, task), task.layout.device)
 
     def method(self, estimator: Estimator) -> et.Arnoldi:
         """Return the settings: the paper's, or Gauss-Newton on a fixed sample with the tail."""

@@ -1,7 +1,6 @@
 """Choosing pairs of the noisy corpus by a score, and what a small translation network learns from the choice."""
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
+from bench.files import as_a_whole, made_once
 from bench.measure import Cell, clocked, release, with_seconds
 from bench.record import Record
 from experiments.bleu import bleu
@@ -128,8 +128,7 @@ class Bench:
         path = self.corpora.cache / file
         if not path.exists() and self.published is not None and (self.published / file).exists():
             path = self.published / file
-        if not path.exists():
-            _write(path, work())
+        made_once(path, lambda: _write(path, work()))
         with np.load(path) as found:
             return dict(found)
 
@@ -171,10 +170,8 @@ def lowest(scores: np.ndarray, rows: np.ndarray, percent: float) -> np.ndarray: 
 
 def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Write a file that is there as a whole or not at all, whoever else writes it at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.part.npz")
-    np.savez_compressed(unfinished, **arrays)  # type: ignore[arg-type]
-    unfinished.replace(path)
+    with as_a_whole(path) as unfinished:
+        np.savez_compressed(unfinished, **arrays)  # type: ignore[arg-type]
 
 
 def recipe_of(session: Session) -> tuple[Recipe, tuple[int, ...]]:
@@ -192,7 +189,8 @@ def translations(bench: Bench, rows: np.ndarray, seed: int) -> tuple[dict[int, l
     test = bench.corpora.pairs("test")
     settings = (recipe, at, seed, bench.corpora.subwords.name, bench.corpus.texts.digest)
     path = session.settings.cache / f"{name_of('retrained', settings, torch.from_numpy(rows), test.source)}.npz"
-    if not path.exists():
+
+    def make() -> None:
         release(device)
         found: dict[str, np.ndarray] = {}
         model, pairs, source = make_transformer(recipe, device, seed), bench.pairs.to(device).take(rows), test.source
@@ -207,6 +205,8 @@ def translations(bench: Bench, rows: np.ndarray, seed: int) -> tuple[dict[int, l
 
         took = clocked(lambda: train_transformer(model, pairs, recipe, seed, after=look), device)
         _write(path, found | {"seconds": np.array(took)})
+
+    made_once(path, make)
     with np.load(path) as kept:
         return {k: _split(kept[f"tokens {k}"], kept[f"lengths {k}"]) for k in at}, float(kept["seconds"])
 

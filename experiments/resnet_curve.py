@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import eigentrace as et
 from bench.command import choices
+from bench.files import made_once
 from bench.measure import Cell, clocked, with_seconds
 from bench.record import Notes, shown, table
 from eigentrace.errors import PrecisionWarning
@@ -161,9 +162,12 @@ def scored(trained: Trained, folder: Path, name: str) -> Scored:
     """
     weights = trained.model.state_dict().values()
     path = folder / f"{name_of(f'resnet_{name}', trained.size.methods[name], trained.labels, *weights)}.pt"
-    if not path.exists():
+
+    def make() -> None:
         scores, seconds = with_seconds(lambda: trained.score(name), trained.labels.device)
         keep(path, {"scores": scores, "seconds": seconds})
+
+    made_once(path, make)
     found = torch.load(path, weights_only=True)
     return found["scores"], found["seconds"]
 

@@ -10,7 +10,6 @@ import argparse
 import gzip
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import eigentrace as et
 from bench.command import say
+from bench.files import as_a_whole, made_once
 from bench.models import Batch
 from eigentrace.errors import InputError
 from eigentrace.selection import Params
@@ -263,11 +263,13 @@ class Subwords:
     def pairs(self, texts: Texts) -> Pairs:
         """Return texts as tokens; the tokenizer is only needed the first time."""
         path = self.folder / f"tokens_{self.name}_{texts.digest}.npz"
-        if not path.exists():
-            unfinished = path.with_suffix(f".{os.getpid()}.npz")
+
+        def make() -> None:
             flat = self._flat(texts)
-            np.savez_compressed(unfinished, source=flat["source"], target=flat["target"], lengths=flat["lengths"])
-            unfinished.replace(path)
+            with as_a_whole(path) as unfinished:
+                np.savez_compressed(unfinished, source=flat["source"], target=flat["target"], lengths=flat["lengths"])
+
+        made_once(path, make)
         with np.load(path) as kept:
             return _table(**kept)
 
@@ -303,13 +305,16 @@ class Subwords:
                 "where it is installed and bring the --cache folder along."
             ) from error
         path = self.folder / f"subwords_{self.name}.json"
-        if not path.exists():
+
+        def make() -> None:
             tokenizer = Tokenizer(models.BPE(unk_token=_SPECIAL[UNKNOWN]))
             tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE)
             trainer = trainers.BpeTrainer(vocab_size=self.size, special_tokens=_SPECIAL, show_progress=False)
             tokenizer.train_from_iterator([*self.learned_from.german, *self.learned_from.english], trainer)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            tokenizer.save(str(path))
+            with as_a_whole(path) as unfinished:
+                tokenizer.save(str(unfinished))
+
+        made_once(path, make)
         return Tokenizer.from_file(str(path))
 
 

@@ -1,12 +1,14 @@
 """Trained networks, kept so that another command need not train them again."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from bench.files import as_a_whole, made_once
 
 
 def name_of(what: str, recipe: Any, *data: Tensor) -> str:
@@ -24,18 +26,25 @@ def name_of(what: str, recipe: Any, *data: Tensor) -> str:
 
 
 def kept(path: Path, model: nn.Module, train: Callable[[nn.Module], None]) -> nn.Module:
-    """Train a network in place, or give it the weights of the file where there is one; return it in eval mode."""
-    if path.exists():
+    """Train a network in place, or give it the weights of the file where there is one; return it in eval mode.
+
+    Of several processes that ask for the same network one trains it, and the others wait for its weights.
+    """
+    trained_here = False
+
+    def make() -> None:
+        nonlocal trained_here
+        train(model)
+        keep(path, model.state_dict())
+        trained_here = True
+
+    made_once(path, make)
+    if not trained_here:
         model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
-        return model.eval()
-    train(model)
-    keep(path, model.state_dict())
     return model.eval()
 
 
-def keep(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Write tensors and numbers to a file that is there as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".part")
-    torch.save(tensors, unfinished)
-    unfinished.replace(path)
+def keep(path: Path, tensors: Any) -> None:
+    """Write tensors and numbers to a file that is there as a whole or not at all, whoever else writes it."""
+    with as_a_whole(path) as unfinished:
+        torch.save(tensors, unfinished)

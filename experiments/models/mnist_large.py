@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from bench.files import made_once
 from eigentrace.demo.cnn import make_cnn
 from eigentrace.errors import NumericalError
+from experiments.models.kept import keep
 
 State = dict[str, Tensor]
 _HIDDEN, _LAST = 7, 9  # where its two linear layers stand
@@ -83,14 +85,14 @@ def trained(images: Tensor, labels: Tensor, recipe: Recipe, seed: int, cache: Pa
     """
     settings = "-".join(f"{value:g}" for value in asdict(recipe).values())
     path = cache / f"mnist_large-{what}-{len(labels)}-{seed}-{settings}.pt"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".part")
+
+    def make() -> None:
         made = [_on_cpu(state) for state in train(images, labels, recipe, seed)]
         if not all(value.isfinite().all() for value in made[-1].values()):
             raise NumericalError(f"Training with {recipe} diverged: lower the step size.")
-        torch.save(made, unfinished)
-        unfinished.replace(path)
+        keep(path, made)
+
+    made_once(path, make)
     states: list[State] = torch.load(path, weights_only=True)
     return states
 

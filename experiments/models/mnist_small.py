@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from bench.files import made_once
 from eigentrace.demo.digits import NUM_CLASSES
 from eigentrace.errors import NumericalError
+from experiments.models.kept import keep
 
 State = dict[str, Tensor]
 _STRIDES = (1, 2, 1, 2, 1)
@@ -101,14 +103,14 @@ def trained(images: Tensor, labels: Tensor, recipe: Recipe, seed: int, cache: Pa
         NumericalError: If the weights end as something that is not finite. Nothing is kept then.
     """
     path = cache / f"{stem(recipe, len(labels), seed)}.pt"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".part")
+
+    def make() -> None:
         made = train(images, labels, recipe, seed)
         if not all(value.isfinite().all() for value in made.final.values()):
             raise NumericalError(f"Training with {recipe} diverged: lower the step size.")
-        torch.save(vars(made), unfinished)
-        unfinished.replace(path)
+        keep(path, vars(made))
+
+    made_once(path, make)
     return Training(**torch.load(path, weights_only=True))
 
 
