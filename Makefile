@@ -47,7 +47,7 @@ EXPERIMENTS := mnist_small mnist_large mnist_long mnist_neighbours inverse_arnol
 	scaling mt_retrieval mt_filter mt_prefiltered mt_exemplars throughput
 experiments-small: setup
 	for name in $(EXPERIMENTS); do \
-		$(BIN)/python -m experiments.$$name --small --out runs/experiments-small || exit 1; \
+		$(BIN)/python -m experiments.$$name --small --replace --out runs/experiments-small || exit 1; \
 	done
 
 # Hours on a CPU; PEERS_OPTIONS="--problems digits --repeats 2" for some of it. docs/peers.md says what is compared.

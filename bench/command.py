@@ -12,8 +12,11 @@ import torch
 
 import eigentrace
 from bench.measure import Cell, Run, Subject, attempt, release
+from bench.merging import take_over
 from bench.models import MODELS, SMALL, Entry
-from bench.record import Recorder, add, read, stem, taking_turns
+from bench.record import Recorder, read, stem, taking_turns
+from bench.refusal import check_place
+from bench.screen import shown_tables
 
 
 @dataclass(frozen=True)
@@ -31,36 +34,44 @@ class Benchmark:
 
 
 def main(benchmark: Benchmark, argv: Sequence[str]) -> int:
-    """Do what the command line asks for; return how many models could not be measured at all."""
+    """Do what the command line asks for.
+
+    Returns:
+        How many models could not be measured at all, and how many numbers of earlier runs could not be measured again.
+    """
     settings = benchmark.parser.parse_args(argv)
 
     def measure(path: Path) -> int:
         run = start(benchmark.name, settings, argv)
-        return sum("failed" in _measure(benchmark, name, run, path, settings) for name in settings.models)
+        return sum(_measure(benchmark, name, run, path, settings) for name in settings.models)
 
     return carried_out(benchmark.name, settings, measure, benchmark.render)
 
 
-def _measure(benchmark: Benchmark, name: str, run: Run, path: Path, settings: argparse.Namespace) -> Cell:
+def _measure(benchmark: Benchmark, name: str, run: Run, path: Path, settings: argparse.Namespace) -> int:
     entry = (SMALL if run.small else MODELS)[name]
 
     def work() -> Cell:
         size = settings.batch or benchmark.batch(entry)
         subject = Subject.of(entry, run.device, size, channels_last=settings.channels_last)
         details = {"batch": size, "channels_last": settings.channels_last}
-        benchmark.measure(subject, Recorder(run, path, name, subject.description | {"settings": details}), settings)
-        return {}
+        recorder = Recorder(run, path, name, subject.description | {"settings": details})
+        benchmark.measure(subject, recorder, settings)
+        return {"not_repeated": recorder.not_repeated}
 
     # Each number has an attempt of its own: what ends here is building the model, or a mistake in the benchmark.
     outcome = attempt(work)
     if "failed" in outcome:
         say(f"{entry.title}: {outcome['failed']}")
     release(run.device)
-    return outcome
+    return int(outcome.get("not_repeated", 1))
 
 
-# Where a command read and wrote is the business of one machine, and not recorded.
+# Where a command read and wrote is the business of one machine, and not recorded; nor is what changes no number.
 _PLACES = ("--out", "--cache", "--data")
+_FLAGS = ("--replace", "--no-tables")
+# A process cannot end with more than 255, and 256 failures must not look like none.
+_MOST_FAILURES = 100
 
 
 def options(description: str) -> argparse.ArgumentParser:
@@ -79,17 +90,24 @@ def options(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def result_options(parser: argparse.ArgumentParser) -> None:
-    """Add what is understood wherever results are kept."""
+def place_options(parser: argparse.ArgumentParser) -> None:
+    """Add where results lie, and that they can be taken over or rendered again."""
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
     parser.add_argument("--render", action="store_true", help="measure nothing, only write the pages again")
     parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
 
 
+def result_options(parser: argparse.ArgumentParser) -> None:
+    """Add what `carried_out` understands."""
+    place_options(parser)
+    parser.add_argument("--replace", action="store_true", help="drop numbers of other settings that are in the way")
+    parser.add_argument("--no-tables", action="store_true", help="do not print the tables at the end")
+
+
 def carried_out(
     name: str, settings: argparse.Namespace, measure: Callable[[Path], int], render: Callable[[Path, bool], None]
 ) -> int:
-    """Do what `result_options` asks for: measure, or merge other results, or nothing; then render.
+    """Do what `result_options` asks for: measure, or merge other results, or nothing; then render and print the tables.
 
     Args:
         name: What the files of the results begin with.
@@ -98,15 +116,28 @@ def carried_out(
         render: Writes pages into a folder from the JSON that lies there; the flag asks for the small ones.
 
     Returns:
-        How many numbers failed.
+        How many numbers failed, as far as a process can say.
     """
     path = settings.out / f"{stem(name, small=settings.small)}.json"
-    for other in settings.merge or ():
-        add(path, read(other))
-    failures = 0 if settings.merge or settings.render else measure(path)
+    check_place(settings.out)
+    if settings.merge:
+        take_over(path, settings.merge, name, render, small=settings.small, replace=settings.replace)
+    before = read(path)
+    try:
+        failures = 0 if settings.merge or settings.render else measure(path)
+    except BaseException:
+        if read(path) != before:  # what was measured before something ended the run is on the page too
+            _rendered(settings, render)
+        raise
+    _rendered(settings, render)
+    if not settings.no_tables:
+        say("\n".join(["", *shown_tables(path.with_suffix(".md"), path)]))
+    return min(failures, _MOST_FAILURES)
+
+
+def _rendered(settings: argparse.Namespace, render: Callable[[Path, bool], None]) -> None:
     with taking_turns(settings.out):
         render(settings.out, settings.small)
-    return failures
 
 
 def choices(*allowed: str) -> Callable[[str], list[str]]:
@@ -114,6 +145,8 @@ def choices(*allowed: str) -> Callable[[str], list[str]]:
 
     def words(text: str) -> list[str]:
         found = [word for word in text.split(",") if word]
+        if not found:
+            raise argparse.ArgumentTypeError(f"{text!r} names none of {', '.join(allowed)}")
         unknown = [word for word in found if word not in allowed]
         if unknown:
             raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(allowed)}")
@@ -123,6 +156,13 @@ def choices(*allowed: str) -> Callable[[str], list[str]]:
 
 
 _names = choices(*MODELS)
+
+
+def positive(text: str) -> int:
+    """Read a whole number of at least one."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def start(name: str, settings: argparse.Namespace, argv: Sequence[str], package: str = "bench") -> Run:
@@ -136,17 +176,19 @@ def start(name: str, settings: argparse.Namespace, argv: Sequence[str], package:
         "torch": torch.__version__,
         "eigentrace": eigentrace.__version__,
         "python": platform.python_version(),
-        "command": " ".join([f"python -m {package}.{name}", *without(argv, _PLACES)]),
+        "command": " ".join([f"python -m {package}.{name}", *without(argv, _PLACES, _FLAGS)]),
     }
-    return Run(device, settings.small, seconds, info, settings.profile)
+    return Run(device, settings.small, seconds, info, settings.profile, settings.replace)
 
 
-def without(argv: Sequence[str], options: Collection[str]) -> list[str]:
-    """Leave options that have a value out of a command."""
+def without(argv: Sequence[str], options: Collection[str], flags: Collection[str] = ()) -> list[str]:
+    """Leave options that have a value, and flags, out of a command."""
     kept: list[str] = []
     words = iter(argv)
     for word in words:
         name, given, _ = word.partition("=")
+        if word in flags:
+            continue
         if name not in options:
             kept.append(word)
         elif not given:

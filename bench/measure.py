@@ -169,6 +169,8 @@ class Run:
     """When and by which versions and command."""
     profile: bool = False
     """Print what takes the time of each measurement."""
+    replace: bool = False
+    """Drop numbers of other settings that are in the way."""
 
     @property
     def on_gpu(self) -> bool:

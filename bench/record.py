@@ -14,6 +14,7 @@ from typing import Any
 from bench.files import as_a_whole
 from bench.measure import Cell, Run, described
 from bench.models import MODELS
+from bench.refusal import differences, refuse
 
 Record = dict[str, Any]
 Results = dict[str, dict[str, Record]]
@@ -26,7 +27,10 @@ def stem(name: str, *, small: bool) -> str:
 
 def read(path: Path) -> Results:
     """Read results; none if there is no such file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        refuse(f"{path} is not JSON: {error}. Take it from the history again, or move it away; nothing was written.")
 
 
 def write(path: Path, results: Results) -> None:
@@ -41,7 +45,7 @@ def write(path: Path, results: Results) -> None:
 
 
 def merged(old: Results, new: Results) -> Results:
-    """Return both, cell by cell, the new where both have one."""
+    """Return both, cell by cell, the new where both have one; but a failure does not replace a number."""
     return {
         machine: {
             model: _merged_record(old.get(machine, {}).get(model), new.get(machine, {}).get(model))
@@ -54,18 +58,60 @@ def merged(old: Results, new: Results) -> Results:
 def _merged_record(old: Record | None, new: Record | None) -> Record:
     if old is None or new is None:
         return old or new or {}
-    if old["settings"] != new["settings"]:
+    if differences(old["settings"], new["settings"]):
         return new  # numbers of different batches do not belong in one row
-    cells = old["cells"] | new["cells"]
+    before = old["cells"]
+    cells = before | {k: cell for k, cell in new["cells"].items() if is_number(cell) or not is_number(before.get(k))}
     used = {cell["run"] for cell in cells.values()}
     runs = {date: info for date, info in sorted((old["runs"] | new["runs"]).items()) if date in used}
     return new | {"cells": cells, "runs": runs}
 
 
-def add(path: Path, new: Results) -> None:
-    """Merge results into a file that other processes may be adding to."""
+def is_number(cell: Cell | None) -> bool:
+    """Tell whether a cell holds what was measured, and not why there is nothing."""
+    return cell is not None and "failed" not in cell and "missing" not in cell
+
+
+def add(path: Path, new: Results, *, replace: bool = False) -> Results:
+    """Merge results into a file that other processes may be adding to; return what is there then.
+
+    Args:
+        path: The file.
+        new: What comes to it.
+        replace: Drop numbers of other settings, where they are refused otherwise.
+    """
     with taking_turns(path.parent):
-        write(path, merged(read(path), new))
+        old = read(path)
+        if not replace:
+            check_settings(path, old, new)
+        results = merged(old, new)
+        write(path, results)
+        return results
+
+
+def check_settings(path: Path, old: Results, new: Results, whose: str = "this command has") -> None:
+    """Refuse results whose settings are not those of the numbers that are there, which would be dropped.
+
+    Args:
+        path: Where the old ones lie.
+        old: What is there.
+        new: What is to be merged with it.
+        whose: Says, in the message, where the new ones come from.
+    """
+    for machine, records in new.items():
+        for model, record in records.items():
+            there = old.get(machine, {}).get(model)
+            if there is None or not any(is_number(cell) for cell in there["cells"].values()):
+                continue
+            lines = differences(there["settings"], record["settings"])
+            if lines:
+                commands = dict.fromkeys(run["command"] for run in there["runs"].values() if "command" in run)
+                refuse(
+                    f"{path} holds numbers of {model!r} on {machine} with other settings than {whose}. Numbers of both "
+                    "do not belong in one table:\n" + "\n".join(lines) + "\nGive the same options as then"
+                    f"{''.join(f' (`{command}`)' for command in list(commands)[-1:])}, or another --out, or --replace "
+                    "to drop the numbers that are there. Nothing was written."
+                )
 
 
 @contextmanager
@@ -87,13 +133,22 @@ class Recorder:
 
     def __init__(self, run: Run, path: Path, model: str, record: Record) -> None:
         self.run, self.path, self.model, self.record = run, path, model, record
+        self.machine = described(run.device)
+        self.not_repeated = 0
+        """How many numbers of earlier runs were kept because measuring them again failed."""
+        if not run.replace:
+            check_settings(path, read(path), {self.machine: {model: record}})
 
     def add(self, name: str, cell: Cell) -> Cell:
-        """Merge one cell into the file."""
+        """Merge one cell into the file. Where it failed and there is a number, that is kept, which is said."""
         info = dict(self.run.info)
         date = info.pop("date")
         record = self.record | {"cells": {name: cell | {"run": date}}, "runs": {date: info}}
-        add(self.path, {described(self.run.device): {self.model: record}})
+        results = add(self.path, {self.machine: {self.model: record}}, replace=self.run.replace)
+        kept = results[self.machine][self.model]["cells"][name]
+        if "failed" in cell and is_number(kept):
+            self.not_repeated += 1
+            print(f"{self.model}/{name} failed: the number of {kept['run'][:16]} is kept.", flush=True)
         return cell
 
 

@@ -7,7 +7,9 @@
     python -m experiments.NAME --merge other.json     # take over what was measured elsewhere
     python -m experiments.NAME --render               # write page and figures again
 
-Results go to docs/results/NAME.json, from which NAME.md and its figures are written.
+Results go to docs/results/NAME.json, from which NAME.md and its figures are written; its tables are printed at the end.
+A number that fails when it is measured again is kept, and settings other than those of the numbers that are there end a
+command before it measures, unless --replace says to drop these.
 """
 
 import argparse
@@ -21,7 +23,8 @@ import torch
 
 from bench.command import carried_out, choices, result_options, say, start
 from bench.measure import Cell, Run, attempt, described
-from bench.record import Record, Recorder, heading, read, runs_of, stem
+from bench.record import Record, Recorder, heading, is_number, read, runs_of, stem
+from bench.refusal import differences
 from eigentrace.errors import InputError
 from experiments.workers import dealt_out, run_parts
 
@@ -99,8 +102,11 @@ class Session:
         return folder
 
     def part(self, name: str, title: str, settings: Mapping[str, Any], **facts: Any) -> "Part":
-        """Begin a part. Numbers with other settings do not stand beside its own, so that these replace them."""
-        return Part(self, name, {"title": title, "settings": dict(settings), "facts": facts})
+        """Begin a part. Numbers with other settings do not stand beside its own: it ends here if there are any."""
+        settings = dict(settings)
+        if self.small and self.settings.data is not None:
+            settings["data"] = "from --data"  # other numbers than those of what stands in for it
+        return Part(self, Recorder(self.run, self.path, name, {"title": title, "settings": settings, "facts": facts}))
 
 
 @dataclass(frozen=True)
@@ -108,8 +114,12 @@ class Part:
     """Keeps the numbers of one part as they come."""
 
     session: Session
-    name: str
-    record: Record
+    recorder: Recorder
+
+    @property
+    def name(self) -> str:
+        """What its numbers are kept under."""
+        return self.recorder.model
 
     def has(self, name: str) -> bool:
         """Tell whether an earlier run measured this number, and it may be left as it is."""
@@ -117,9 +127,9 @@ class Part:
         if not session.settings.missing:
             return False
         kept = read(session.path).get(described(session.device), {}).get(self.name)
-        if kept is None or kept["settings"] != self.record["settings"]:
+        if kept is None or differences(kept["settings"], self.recorder.record["settings"]):
             return False
-        return "failed" not in kept["cells"].get(name, {"failed": "not there"})
+        return is_number(kept["cells"].get(name))
 
     def cell(self, name: str, work: Callable[[], Cell]) -> Cell | None:
         """Measure and keep; None if it is there already. What fails is kept as a failure, and the rest goes on."""
@@ -130,7 +140,7 @@ class Part:
 
     def add(self, name: str, cell: Cell) -> Cell:
         """Keep what is measured already."""
-        Recorder(self.session.run, self.session.path, self.name, self.record).add(name, cell)
+        self.recorder.add(name, cell)
         if "failed" in cell:
             self.session.failures.append(f"{self.name}/{name}")
         say(f"{self.name:16} {name:44} {_line(cell)}")

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import eigentrace as et
-from bench.command import result_options
+from bench.command import place_options, positive
 from bench.measure import described, reason
 from bench.record import table
 from eigentrace.errors import EigentraceWarning
@@ -137,7 +137,9 @@ def _record(path: Path, *where: Any) -> None:
     problem = results.setdefault(name, {"title": title, "seeds": {}})
     entry = problem["seeds"].setdefault(str(seed), {"scores": {}})
     entry |= {"facts": facts, "run": run}
-    entry["scores"] |= cells
+    before = entry["scores"]
+    # A score that fails this time does not cost the number of another time.
+    before |= {key: cell for key, cell in cells.items() if "failed" not in cell or "failed" in before.get(key, cell)}
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -203,10 +205,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--groups", type=_words(GROUPS), default=list(GROUPS), help=f"some of {','.join(GROUPS)}")
     parser.add_argument("--data", type=Path, help="folder with the CIFAR-10 shards and the human labels")
     parser.add_argument("--labels", default="random1", choices=("random1", "random2", "random3", "aggre", "worse"))
-    parser.add_argument("--seeds", type=int, default=1, help="how many trainings of each problem")
+    parser.add_argument("--seeds", type=positive, default=1, help="how many trainings of each problem")
     parser.add_argument("--small", action="store_true", help="toy sizes, for a minute on a CPU")
     parser.add_argument("--device", help="cuda where there is one, else cpu; digits always run on the CPU")
-    result_options(parser)
+    place_options(parser)
     return parser
 
 

@@ -30,11 +30,12 @@ def run_parts(name: str, argv: Sequence[str], rounds: Sequence[Sequence[Sequence
         argv: Its command line.
         rounds: As `dealt_out` returns them.
     """
-    kept = without(argv, ("--parts", "--workers"))
+    kept = without(argv, ("--parts", "--workers"), ("--no-tables",))
     failures = 0
     for processes in rounds:
         commands = [
-            [sys.executable, "-m", f"experiments.{name}", *kept, "--parts", ",".join(parts)] for parts in processes
+            [sys.executable, "-m", f"experiments.{name}", *kept, "--no-tables", "--parts", ",".join(parts)]
+            for parts in processes
         ]
         for code, parts in zip(_together(commands), processes, strict=True):
             if code < 0:

@@ -112,8 +112,8 @@ def test_a_process_that_is_killed_is_said_and_counted(tmp_path, monkeypatch, cap
     monkeypatch.setattr(sys, "executable", str(program))
     assert run_parts("toy", ["--workers=2", "--small", "--parts", "x"], [[["a", "b"]], [["c"]]]) == 2
     assert (tmp_path / "said").read_text().splitlines() == [
-        "-m experiments.toy --small --parts a,b",
-        "-m experiments.toy --small --parts c",
+        "-m experiments.toy --small --no-tables --parts a,b",
+        "-m experiments.toy --small --no-tables --parts c",
     ]
     assert "a, b: the process was killed by signal 9; what it had measured is kept." in capsys.readouterr().out
 
@@ -136,10 +136,10 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
             os.kill(int(pid), 0)
 
 
-def test_numbers_of_other_settings_are_replaced_not_mixed(tmp_path):
+def test_numbers_of_other_settings_are_replaced_when_told_and_never_mixed(tmp_path):
     main(counting([]), ["--out", str(tmp_path), "--parts", "first"])
     calls: list[str] = []
-    main(counting(calls, {"n": 2}), ["--out", str(tmp_path), "--parts", "first", "--missing"])
+    main(counting(calls, {"n": 2}), ["--out", str(tmp_path), "--parts", "first", "--missing", "--replace"])
     assert calls == ["good", "bad", "after"]
     (records,) = json.loads((tmp_path / "toy.json").read_text()).values()
     assert records["first"]["settings"] == {"n": 2}

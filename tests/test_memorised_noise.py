@@ -33,7 +33,8 @@ def test_results_merge_score_by_score(out, tmp_path):
     other["digits"] |= {"title": source["digits"]["title"]}
     entry = source["digits"]["seeds"]["0"]
     cell = {"ap": 1.0, "auc": 2.0, "seconds": 3.0, "group": "one"}
-    other["digits"]["seeds"]["0"] = entry | {"scores": {"another": cell}}
+    failure = {"mean loss over all epochs (tracker)": {"failed": "no", "group": "checkpoints"}}  # replaces no number
+    other["digits"]["seeds"]["0"] = entry | {"scores": {"another": cell} | failure}
     (tmp_path / "other.json").write_text(json.dumps(other))
     (tmp_path / "memorised_noise_small.json").write_text(json.dumps(source))
     assert main(["--small", "--merge", str(tmp_path / "other.json"), "--out", str(tmp_path)]) == 0

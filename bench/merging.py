@@ -1,0 +1,118 @@
+"""Results that were measured elsewhere: looked through before anything of them is written."""
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.record import Results, check_settings, merged, read, stem, taking_turns, write
+from bench.refusal import refuse
+
+_RECORD = {"title": str, "settings": dict, "cells": dict, "runs": dict}
+_RUN = ("command", "torch", "eigentrace", "python")
+
+
+def take_over(
+    path: Path,
+    files: Sequence[Path],
+    name: str,
+    render: Callable[[Path, bool], None],
+    *,
+    small: bool,
+    replace: bool,
+) -> None:
+    """Merge files into results, all of them or none.
+
+    Args:
+        path: The results.
+        files: What is merged, the later over the earlier.
+        name: Of the benchmark or experiment.
+        render: Writes its pages; what it cannot show is refused.
+        small: Whether these are results of the small form.
+        replace: Drop numbers of other settings that are in the way.
+    """
+    found = {file: _checked(file, name, small=small) for file in files}
+    with taking_turns(path.parent):
+        results = read(path)
+        for file, new in found.items():
+            if not replace:
+                check_settings(path, results, new, f"{file} has")
+            results = merged(results, new)
+            _try_page(file, path.name, results, render, small=small)
+        write(path, results)
+
+
+def _checked(file: Path, name: str, *, small: bool) -> Results:
+    """Read a file that was given; refuse what is not the results of this command."""
+    expected = (
+        f"Expected is a {stem(name, small=small)}.json that the same command{' with --small' if small else ''} wrote "
+        'elsewhere: {machine: {part: {"title", "settings", "cells", "runs"}}}. Nothing was merged.'
+    )
+    try:
+        results = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        refuse(f"--merge {file} cannot be read: {error.strerror}. {expected}")
+    except ValueError as error:
+        refuse(f"--merge {file} is not JSON: {error}. {expected}")
+    trouble = _trouble(results) or _of_another(results, name, small=small)
+    if trouble:
+        refuse(f"--merge {file}: {trouble}. {expected}")
+    return dict(results)
+
+
+def _trouble(results: Any) -> str:
+    """Say where something has not the form of results; nothing if all of it has."""
+    if not isinstance(results, dict) or not results:
+        return "it holds no results"
+    for machine, records in results.items():
+        if not isinstance(records, dict):
+            return f"{machine!r} is no machine with its parts"
+        for part, record in records.items():
+            trouble = _trouble_of(record)
+            if trouble:
+                return f"{part!r} of {machine!r} {trouble}"
+    return ""
+
+
+def _trouble_of(record: Any) -> str:
+    if not isinstance(record, dict):
+        return "is not what was measured of a part"
+    wrong = [key for key, kind in _RECORD.items() if not isinstance(record.get(key), kind)]
+    if wrong:
+        return f"has no {wrong[0]!r}"
+    if not all(_has_all(run) for run in record["runs"].values()):
+        return f"has a run that does not say {', '.join(_RUN)}"
+    for name, cell in record["cells"].items():
+        if not isinstance(cell, dict) or cell.get("run") not in record["runs"]:
+            return f"has {name!r}, which does not say which of the runs it is of"
+    return ""
+
+
+def _has_all(run: Any) -> bool:
+    return isinstance(run, dict) and all(isinstance(run.get(key), str) for key in _RUN)
+
+
+def _of_another(results: Results, name: str, *, small: bool) -> str:
+    """Say whose results they are if not those of this command."""
+    for records in results.values():
+        for record in records.values():
+            for run in record["runs"].values():
+                words = run["command"].split()
+                module = words[2] if words[:2] == ["python", "-m"] and len(words) > 2 else ""
+                if module.rpartition(".")[2] != name or ("--small" in words) != small:
+                    return f"it was made by `{run['command']}`"
+    return ""
+
+
+def _try_page(file: Path, name: str, results: Results, render: Callable[[Path, bool], None], *, small: bool) -> None:
+    """Write the page to a folder that is thrown away: numbers may be missing that only the page knows to need."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder) / name, results)
+        try:
+            render(Path(folder), small)
+        except Exception as error:  # whatever the page stumbles over
+            refuse(
+                f"--merge {file} cannot be shown on the page ({type(error).__name__}: {error}): it was made by another "
+                "version, or changed by hand. Nothing was merged."
+            )
