@@ -210,7 +210,9 @@ def _parser(experiment: Experiment) -> argparse.ArgumentParser:
     )
     names = ",".join(experiment.parts)
     parser.add_argument("--parts", type=choices(*experiment.parts), help=f"some of {names}; all if left out")
-    parser.add_argument("--small", action="store_true", help="toy size, to see that everything runs")
+    parser.add_argument(
+        "--small", action="store_true", help="toy size, to see that everything runs; with --data, a cut of it"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="so many trainings, where the experiment repeats them")
     parser.add_argument("--data", type=Path, help="folder of the data that is not embedded")
     parser.add_argument("--download", action="store_true", help="fetch public data into the folder if it is not there")

@@ -17,6 +17,7 @@ import eigentrace as et
 from bench.files import as_a_whole, made_once
 from bench.measure import Cell, clocked, release, with_seconds
 from bench.record import Record
+from eigentrace.errors import InputError
 from experiments.bleu import bleu
 from experiments.frame import Part, Session
 from experiments.models.kept import name_of
@@ -26,7 +27,7 @@ from experiments.mt_network import ALL, OUR_WAY, PAPER_WAY, Estimator, Network, 
 from experiments.mt_network import options as network_options
 from experiments.noisy_corpus import CLEAN, KINDS, NoisyCorpus
 from experiments.prefilters import Prefiltered, learned_languages
-from experiments.translation import LONGEST, Corpora, Ordered, Pairs
+from experiments.translation import FILES, LONGEST, Corpora, Ordered, Pairs
 
 KEEP = 10
 NONE, PREFILTER, RANDOM, ORACLE = "none", "prefilter", "random", "clean only"
@@ -226,6 +227,10 @@ def retrained(bench: Bench, rows: np.ndarray, seed: int) -> Cell:
         guesses = bench.corpora.subwords.text(tokens)
         for name in SETS:
             here = [place for place, said in enumerate(texts.verdicts) if said.startswith(name)]
+            if not here:
+                raise InputError(
+                    f"No sentence of {FILES['test']} has a source that begins with {name}: BLEU needs some."
+                )
             cell[bleu_key(name, steps)] = bleu([guesses[k] for k in here], [texts.english[k] for k in here])
     return cell
 

@@ -30,7 +30,7 @@ from bench.record import Notes, memory, shown, table
 from experiments.frame import Experiment, Records, Session, main
 from experiments.mt_network import ALL, PAPER_WAY, load_network, size_of
 from experiments.mt_network import options as network_options
-from experiments.translation import FILES, Corpora, Ordered, Pairs, Subwords, Texts, read_texts, small_texts
+from experiments.translation import FILES, Corpora, Ordered, Pairs, Subwords, Texts, read_texts
 
 Engine = Literal["layerwise", "forward"]
 KEEP = 10
@@ -97,12 +97,12 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def raw_files(corpora: Corpora, temporary: Path) -> list[Path]:
-    """Return the files to read: those of the data, or phrases written to files of their kind."""
+    """Return the files to read: those of the data, or what the small form takes of them, or phrases, in such files."""
     names = ("train", "crawl")
-    if corpora.folder is not None:
+    if corpora.folder is not None and not corpora.small:
         return [corpora.folder / FILES[name] for name in names]
     for name in names:
-        texts = small_texts(name)
+        texts = corpora.texts(name)
         with gzip.open(temporary / FILES[name], "wt", encoding="utf-8", newline="\n") as file:
             rows = zip(texts.german, texts.english, strict=True)
             file.write("\n".join(["de\ten", *("\t".join(row) for row in rows)]) + "\n")

@@ -30,6 +30,7 @@ from bench.files import as_a_whole, made_once
 from bench.models import Batch
 from eigentrace.errors import InputError
 from eigentrace.selection import Params
+from experiments.cut import short_rows
 from experiments.frame import Session
 from experiments.phrases import COUNTS, stand_ins
 from experiments.withheld import withheld
@@ -359,9 +360,8 @@ class Corpora:
         texts = self._clean[name] if name in _CLEAN else read_texts(self.folder / FILES[name], _SAID.get(name, ""))
         if not self.small:
             return texts
-        # Short ones, in few words: what so small a network can learn something of.
-        short = [row for row in range(len(texts)) if max(len(texts.german[row]), len(texts.english[row])) <= 60]
-        return texts.take(short[: COUNTS.get(name, COUNTS["dev"])])
+        count = COUNTS.get(name, COUNTS["dev"])
+        return texts.take(short_rows(texts.german, texts.english, texts.verdicts, count))
 
     @cached_property
     def _clean(self) -> dict[str, Texts]:

@@ -13,6 +13,7 @@ import torch
 import eigentrace as et
 from experiments.frame import main
 from experiments.models.transformer import Recipe, make_transformer
+from experiments.phrases import COUNTS
 from experiments.throughput import (
     BATCHES,
     EXPERIMENT,
@@ -28,7 +29,7 @@ from experiments.throughput import (
     watched,
     write_scores,
 )
-from experiments.translation import END, PAD, Corpora, Ordered, Pairs, translation_task
+from experiments.translation import END, FILES, PAD, Corpora, Ordered, Pairs, read_texts, small_texts, translation_task
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,18 @@ def test_text_is_read_from_files_and_nothing_kept(tmp_path):
     before = set((tmp_path / "cache").iterdir())
     assert len(read_pairs(paths, corpora.subwords, 40)) == 40
     assert set((tmp_path / "cache").iterdir()) == before
+
+
+def test_the_small_form_scores_a_cut_of_the_files_it_is_given(tmp_path):
+    texts = {"train": small_texts("train"), "crawl": small_texts("crawl")}
+    for name, found in texts.items():
+        rows = zip(found.german * 3, found.english * 3, strict=True)
+        with gzip.open(tmp_path / FILES[name], "wt", encoding="utf-8") as file:
+            file.write("\n".join(["de\ten", *("\t".join(row) for row in rows)]))
+    (tmp_path / "cut").mkdir()
+    for small, counts in ((True, [COUNTS["train"], COUNTS["crawl"]]), (False, [3 * len(t) for t in texts.values()])):
+        paths = raw_files(Corpora(tmp_path, tmp_path / "cache", small=small), tmp_path / "cut")
+        assert [len(read_texts(path)) for path in paths] == counts
 
 
 def test_fewer_pairs_are_of_all_lengths(pairs):

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import eigentrace as et
 from eigentrace.curvature import Curvature
 from eigentrace.errors import InputError
+from experiments.cut import short_rows
 from experiments.models.transformer import Recipe, held_out, make_transformer, rate, train_transformer
 from experiments.phrases import foreign, phrases
 from experiments.translation import (
@@ -160,6 +161,14 @@ def test_all_files_are_prepared_and_read_at_toy_size(tmp_path, capsys):
     assert capsys.readouterr().out.count("pairs") == len(FILES)
     corpora = Corpora(tmp_path, tmp_path / "cache", small=True)
     assert corpora.texts("dev").german == small_texts("dev").german
+
+
+def test_the_small_form_takes_short_pairs_of_every_kind():
+    german = ["a"] * 5 + ["b" * 61, "b", "c"]
+    english = ["x"] * 7 + ["x" * 60]
+    said = ["news"] * 5 + ["captions", "captions", "web"]
+    assert short_rows(german, english, said, 4) == [0, 1, 6, 7]
+    assert short_rows(german, english, said, 99) == [0, 1, 2, 3, 4, 6, 7]
 
 
 def test_a_batch_is_what_collating_gives(tmp_path):
