@@ -81,7 +81,7 @@ def options(description: str) -> argparse.ArgumentParser:
         "--models", type=_names, default=list(MODELS), help=f"some of {','.join(MODELS)}; all if left out"
     )
     parser.add_argument("--small", action="store_true", help="the small versions of the models, for a CPU")
-    parser.add_argument("--batch", type=int, help="examples per batch; each model has its own default")
+    parser.add_argument("--batch", type=positive, help="examples per batch; each model has its own default")
     parser.add_argument("--seconds", type=float, help="to spend on each number: 3, or 0.5 with --small")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
     parser.add_argument("--channels-last", action="store_true", help="give images in this memory format")

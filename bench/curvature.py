@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 import eigentrace as et
-from bench.command import Benchmark, choices, main, options, say
+from bench.command import Benchmark, choices, main, options, positive, say
 from bench.curvature_page import KINDS, MODES, PRECISIONS, fit_cell, product_cell, render
 from bench.measure import Cell, Precision, Run, Subject, attempt, clocked, random_unit, release, timed
 from bench.record import Recorder
@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     modes = "eager,compiled; eager if left out, and for a fit what it decides itself"
     parser.add_argument("--modes", type=choices(*MODES), help=modes)
     parser.add_argument("--fit", action="store_true", help="measure a whole Arnoldi fit instead of products")
-    parser.add_argument("--steps", type=int, help="products of the fit: 200, or 20 with --small")
+    parser.add_argument("--steps", type=positive, help="products of the fit: 200, or 20 with --small")
     return parser
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from bench.command import carried_out, result_options, say, start
+from bench.command import carried_out, positive, result_options, say, start
 from bench.measure import Cell, Run, attempt, with_seconds
 from bench.peers.networks import Recipe, logits_of, mlp, seeded, train
 from bench.record import Notes, Record, Recorder, shown, table, write_page
@@ -123,7 +123,7 @@ def _machine(problems: dict[str, Record]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.explain", description="Whom explanations name.")
-    parser.add_argument("--queries", type=int, default=25, help="wrongly classified digits to ask about")
+    parser.add_argument("--queries", type=positive, default=25, help="wrongly classified digits to ask about")
     parser.add_argument("--small", action="store_true", help="400 digits, to see that all runs")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
     result_options(parser)

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import eigentrace
 from bench.models import Batch, Entry
-from eigentrace.errors import EigentraceWarning
+from eigentrace.errors import EigentraceError, EigentraceWarning
 
 Cell = dict[str, Any]
 Result = TypeVar("Result")
@@ -30,7 +30,7 @@ _LEAST_REPEAT = 0.05
 # Calls before any is timed: an engine plans on the first, and compiles on the second.
 _WARM_UP = 3
 _MOST_REPEATS = 1000
-_REASON_LENGTH = 300
+_REASON_LENGTH, _REASON_END = 300, 100
 _PROFILE_LENGTH = 12
 
 
@@ -142,10 +142,15 @@ def attempt(work: Callable[[], Cell]) -> Cell:
 
 
 def reason(error: BaseException) -> str:
-    """Write an error as one line, without the folders of this machine."""
+    """Write an error as one line, without the folders of this machine.
+
+    Ours end with what to do and stay whole. Of others, which may quote a whole program, the middle is left out.
+    """
     text = " ".join(f"{type(error).__name__}: {error}".split())
     text = re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
-    return text if len(text) <= _REASON_LENGTH else text[: _REASON_LENGTH - 1] + "…"
+    if len(text) <= _REASON_LENGTH or isinstance(error, EigentraceError):
+        return text
+    return text[: _REASON_LENGTH - _REASON_END - 1] + "…" + text[-_REASON_END:]
 
 
 def described(device: torch.device) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.command import carried_out, result_options, say, start
+from bench.command import carried_out, positive, result_options, say, start
 from bench.measure import Cell, Run, attempt, release, timed
 from bench.record import Notes, Record, Recorder, memory, shown, table, write_page
 from eigentrace.search import search
@@ -214,10 +214,10 @@ def _machine(problems: dict[str, Record]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.search", description="Exact search of stored features.")
-    parser.add_argument("--rows", type=int, help="examples; with --features instead of the usual sizes")
-    parser.add_argument("--features", type=int, help="numbers per example")
-    parser.add_argument("--queries", type=int, default=100, help="queries at a time")
-    parser.add_argument("--k", type=int, default=100, help="how many are asked for")
+    parser.add_argument("--rows", type=positive, help="examples; with --features instead of the usual sizes")
+    parser.add_argument("--features", type=positive, help="numbers per example")
+    parser.add_argument("--queries", type=positive, default=100, help="queries at a time")
+    parser.add_argument("--k", type=positive, default=100, help="how many are asked for")
     parser.add_argument("--small", action="store_true", help="a few rows, to see that all runs")
     parser.add_argument("--seconds", type=float, help="to spend on each number: 3, or 0.5 with --small")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")

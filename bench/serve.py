@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from bench.command import carried_out, result_options, say, start
+from bench.command import carried_out, positive, result_options, say, start
 from bench.measure import Cell, Run, attempt
 from bench.record import Notes, Record, Recorder, judged, shown, table, write_page
 from eigentrace.store import Folder
@@ -297,7 +297,7 @@ def _rows(record: Record) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.serve", description="The page on a large run.")
-    parser.add_argument("--rows", type=int, help="examples")
+    parser.add_argument("--rows", type=positive, help="examples")
     parser.add_argument("--small", action="store_true", help="a few rows, to see that all runs")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="for the record's name only")
     result_options(parser)

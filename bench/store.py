@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import eigentrace as et
-from bench.command import carried_out, result_options, say, start
+from bench.command import carried_out, positive, result_options, say, start
 from bench.measure import Cell, attempt, release
 from bench.peers.worker import Memory
 from bench.record import Notes, Record, Recorder, shown, table, write_page
@@ -183,9 +183,9 @@ def _machine(problems: dict[str, Record]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.store", description="Runs on disk.")
-    parser.add_argument("--rows", type=int, help="examples written and scanned: 10M, or 100k with --small")
-    parser.add_argument("--features", type=int, default=32, help="numbers per example")
-    parser.add_argument("--scored", type=int, help="examples scored from end to end: 1M, or 5k with --small")
+    parser.add_argument("--rows", type=positive, help="examples written and scanned: 10M, or 100k with --small")
+    parser.add_argument("--features", type=positive, default=32, help="numbers per example")
+    parser.add_argument("--scored", type=positive, help="examples scored from end to end: 1M, or 5k with --small")
     parser.add_argument("--small", action="store_true", help="a few rows, to see that all runs")
     parser.add_argument("--cache", type=Path, help="where the runs lie while they are measured; a temporary folder")
     result_options(parser)

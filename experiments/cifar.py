@@ -1,7 +1,9 @@
 """CIFAR-10 for the experiments: shards of numpy files, the public archive, or digits in its place at toy size."""
 
+import argparse
 import pickle
 import tarfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -17,6 +19,7 @@ from eigentrace.demo.digits import load_digits, relabel
 from eigentrace.errors import InputError
 from experiments.download import fetch
 from experiments.frame import Session
+from experiments.needed import Needed, Wanted
 
 NUM_CLASSES = 10
 ARCHIVE = "cifar-10-python.tar.gz"
@@ -70,6 +73,25 @@ class Images:
                 "shards cifar10_train_*.npz that it belongs to."
             )
         return self.human
+
+
+def needed(
+    has_human: Callable[[argparse.Namespace, str], bool], others: Mapping[str, Sequence[Wanted]] | None = None
+) -> Needed:
+    """Say which files an experiment reads: images, and people's labels where they are asked for.
+
+    Args:
+        has_human: Tells whether a part reads people's labels, with the settings of the command line.
+        others: What parts that read other files read.
+    """
+    images: list[Wanted] = [("cifar10_train_*.npz", ARCHIVE), ("cifar10_test_00000.npz", ARCHIVE)]
+
+    def files(settings: argparse.Namespace, part: str) -> Sequence[Wanted]:
+        if others and part in others:
+            return others[part]
+        return [*images, (_HUMAN,)] if has_human(settings, part) else images
+
+    return Needed(files, public=frozenset([ARCHIVE]))
 
 
 def load(session: Session, num_train: int, num_test: int) -> Images:

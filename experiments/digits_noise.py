@@ -19,6 +19,7 @@ from eigentrace.demo.digits import NUM_CLASSES, Digits, load_digits, relabel
 from experiments.download import fetch
 from experiments.frame import Session
 from experiments.models.mnist_large import Recipe, State, network, stream, trained
+from experiments.needed import Needed
 
 FRACTION_WRONG = 0.2
 _PART = 10  # every tenth digit of the whole
@@ -80,6 +81,13 @@ class Subject:
             "accuracy_test_given": accuracy(model, digits.test_images, digits.test_labels),
             "accuracy_test_true": accuracy(model, digits.test_images, digits.test_true_labels),
         }
+
+
+NEEDED = Needed(
+    lambda settings, part: [("mnist.npz", file) for file, _ in _FILES.values()],
+    is_embedded=True,
+    public=frozenset(file for file, _ in _FILES.values()),
+)
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
+from bench.command import positive
 from bench.measure import Cell, reason, with_seconds
 from bench.record import Notes, Record, shown, table
 from eigentrace.errors import ConvergenceWarning, EigentraceWarning
@@ -51,7 +52,7 @@ SMALL = Size(keeps=(1, 3), steps=4, sample=32, draws=2, depths=(1, 2))
 
 def lissa_option(parser: argparse.ArgumentParser) -> None:
     """Let the command line say on how much LiSSA is scored."""
-    parser.add_argument("--lissa-rows", type=int, default=640, help="digits that LiSSA is scored on")
+    parser.add_argument("--lissa-rows", type=positive, default=640, help="digits that LiSSA is scored on")
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
-from bench.command import carried_out, choices, result_options, say, start
+from bench.command import carried_out, choices, positive, result_options, say, start
 from bench.measure import Cell, Run, attempt, described
 from bench.record import Record, Recorder, heading, is_number, read, runs_of, stem
 from bench.refusal import differences
 from eigentrace.errors import InputError
+from experiments.needed import Needed
 from experiments.workers import dealt_out, run_parts
 
 Records = dict[str, Record]
@@ -62,6 +63,8 @@ class Experiment:
     """What the full size showed, where it agrees with the paper and where not: Markdown, written after it ran."""
     seen: str = ""
     """The verdict in a line or two, for the list at the top of the page of all experiments."""
+    needed: Needed = field(default_factory=Needed)
+    """The files that it reads."""
     first: tuple[str, ...] = ()
     """Parts that leave what others read, or whose seconds count: with `--workers` they run before, by themselves."""
 
@@ -150,9 +153,11 @@ class Part:
 def main(experiment: Experiment, argv: Sequence[str]) -> int:
     """Do what the command line asks for; return how many numbers failed."""
     settings = _parser(experiment).parse_args(argv)
+    chosen = settings.parts or list(experiment.parts)
+    if not settings.merge and not settings.render:
+        experiment.needed.check(settings, chosen, list(experiment.parts))
 
     def measure(path: Path) -> int:
-        chosen = settings.parts or list(experiment.parts)
         if settings.workers > 1:
             return run_parts(experiment.name, argv, dealt_out(chosen, experiment.first, settings.workers))
         run = start(experiment.name, settings, argv, package="experiments")
@@ -171,7 +176,11 @@ def render(experiment: Experiment, out: Path, *, small: bool) -> None:
     """Write the page and the figures from the JSON."""
     name = stem(experiment.name, small=small)
     command = f"python -m experiments.{experiment.name}" + (" --small" if small else "")
-    lines = [*heading(experiment.title + (", small" if small else ""), command, name), "", experiment.about]
+    lines = heading(experiment.title + (", small" if small else ""), command, name)
+    if small:
+        full = f"python -m experiments.{experiment.name}{experiment.needed.full_options}"
+        lines += ["", f"**Numbers of the small form**, which shows that all runs and no more. At full size: `{full}`."]
+    lines += ["", experiment.about]
     if experiment.verdict and not small:
         lines += ["", "## What it shows", "", experiment.verdict]
     out.mkdir(parents=True, exist_ok=True)
@@ -213,11 +222,13 @@ def _parser(experiment: Experiment) -> argparse.ArgumentParser:
     parser.add_argument(
         "--small", action="store_true", help="toy size, to see that everything runs; with --data, a cut of it"
     )
-    parser.add_argument("--seeds", type=int, default=1, help="so many trainings, where the experiment repeats them")
+    parser.add_argument(
+        "--seeds", type=positive, default=1, help="so many trainings, where the experiment repeats them"
+    )
     parser.add_argument("--data", type=Path, help="folder of the data that is not embedded")
     parser.add_argument("--download", action="store_true", help="fetch public data into the folder if it is not there")
     parser.add_argument("--missing", action="store_true", help="measure only what is not in the results yet")
-    parser.add_argument("--workers", type=int, default=1, help="processes that measure parts at the same time")
+    parser.add_argument("--workers", type=positive, default=1, help="processes that measure parts at the same time")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
     result_options(parser)
     parser.set_defaults(seconds=0.0, profile=False)

@@ -25,9 +25,10 @@ import eigentrace as et
 from bench.measure import Cell, synchronize
 from eigentrace.errors import EigentraceWarning
 from eigentrace.evaluate import retrieval, spearman
+from experiments.cifar import needed
 from experiments.exemplar_numbers import answers, bands, deciles, predicted_right
 from experiments.exemplar_page import ABOUT, NORMALISATIONS, figures, tables
-from experiments.exemplar_problems import Pictures, cifar, photo_pictures
+from experiments.exemplar_problems import PHOTOS, Pictures, cifar, photo_pictures
 from experiments.frame import Experiment, Session, main
 
 TOP_LABELS = 3
@@ -202,6 +203,7 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     options=_options,
+    needed=needed(lambda settings, part: part == "cifar_noisy", {"photos": [(PHOTOS,)]}),
     verdict=VERDICT,
     seen=(
         "High self-influence means mislabelled or odd: seen. A picture is its own strongest proponent: with the "

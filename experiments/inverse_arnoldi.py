@@ -15,7 +15,7 @@ from bench.record import Notes, table
 from eigentrace.errors import NumericalError
 from eigentrace.evaluate import retrieval
 from eigentrace.report.curves import Curve, curves_svg
-from experiments.digits_noise import Subject, options, source_name, subject
+from experiments.digits_noise import NEEDED, Subject, options, source_name, subject
 from experiments.digits_scores import (
     FRESH,
     TAIL,
@@ -173,6 +173,7 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     options=options,
+    needed=NEEDED,
     verdict=VERDICT,
     seen="Arnoldi on the inverse finds more at K = 10: not seen, 8 points of AP less.",
 )

@@ -196,6 +196,7 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     options=options,
+    needed=digits_noise.NEEDED,
     verdict=VERDICT,
     seen="The order of all rows: seen, RandProj ahead of Arnoldi included. Fit: 3 s (paper: 353 s).",
 )

@@ -171,6 +171,7 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     options=options,
+    needed=digits_noise.NEEDED,
     verdict=VERDICT,
     seen=(
         "Wrong labels learned by heart cannot be found from the last weights, with ℓ2 they can: seen, three rows "

@@ -216,6 +216,7 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     options=digits_noise.options,
+    needed=digits_noise.NEEDED,
     verdict=VERDICT,
     seen="Gradients at unit length clear wrong labels out of a right digit's proponents: seen.",
 )

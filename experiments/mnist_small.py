@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import eigentrace as et
+from bench.command import positive
 from bench.measure import Cell
 from eigentrace.demo.cnn import accuracy
 from eigentrace.demo.digits import load_digits
@@ -271,7 +272,7 @@ def _lissa(known: Subject) -> Cell:
 def options(parser: argparse.ArgumentParser) -> None:
     """Add to the command line what this experiment understands."""
     digits_noise.options(parser)
-    parser.add_argument("--lissa-rows", type=int, default=640, help="digits that LiSSA is scored on")
+    parser.add_argument("--lissa-rows", type=positive, default=640, help="digits that LiSSA is scored on")
 
 
 VERDICT = """\

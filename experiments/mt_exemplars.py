@@ -19,7 +19,7 @@ from bench.record import Notes, shown, table
 from eigentrace.evaluate import retrieval, spearman
 from eigentrace.report.curves import Curve, curves_svg
 from experiments.frame import Experiment, Records, Session, main
-from experiments.mt_network import ALL, OUR_WAY, PAPER_WAY, Estimator, Network, load_network, options, size_of
+from experiments.mt_network import ALL, OUR_WAY, PAPER_WAY, Estimator, Network, load_network, needed, options, size_of
 from experiments.mt_retrieval_page import network_table
 from experiments.translation import Corpora, Ordered, Pairs, Texts
 
@@ -239,6 +239,7 @@ EXPERIMENT = Experiment(
     figures,
     options,
     VERDICT,
+    needed=needed("crawl", "judged"),
     seen=(
         "Wrong pairs at the top: some, beside right ones. Length: long pairs come last, the paper's correlations are "
         "not seen."

@@ -16,7 +16,8 @@ from bench.measure import Cell
 from eigentrace.evaluate import retrieval
 from experiments.frame import Experiment, Part, Session, main
 from experiments.mt_filter_page import ABOUT, SEEN, SELECTIONS, VERDICT, figures, label, tables
-from experiments.mt_selection import PER_TOKEN, SCORES, Bench, begin, measure_choice, options, size_of
+from experiments.mt_network import needed
+from experiments.mt_selection import NOISY_FILES, PER_TOKEN, SCORES, Bench, begin, measure_choice, options, size_of
 from experiments.noisy_corpus import CLEAN, KINDS, WITHOUT_VERDICT, NoisyCorpus, described
 from experiments.prefilters import Prefiltered, languages_told, learned_languages
 
@@ -104,6 +105,7 @@ EXPERIMENT = Experiment(
     options,
     VERDICT,
     SEEN,
+    needed=needed(*NOISY_FILES),
     first=("corpus", "scores"),
 )
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import eigentrace as et
+from bench.command import positive
 from bench.files import alone
 from bench.measure import Cell, Precision, clocked, with_seconds
 from bench.models import Transformer
@@ -21,7 +22,8 @@ from eigentrace.projected import ProjectedFit, load
 from experiments.frame import Session
 from experiments.models.kept import kept, name_of
 from experiments.models.transformer import Recipe, held_out, make_transformer, train_transformer
-from experiments.translation import Corpora, Ordered, Pairs, translation_task
+from experiments.needed import Needed
+from experiments.translation import FILES, Corpora, Ordered, Pairs, translation_task
 
 KEEPS = (10, 20)
 ALL, LAST = "all layers", "last 3 decoder layers"
@@ -176,12 +178,20 @@ def size_of(session: Session) -> Size:
     )
 
 
+def needed(*names: str) -> Needed:
+    """Say which files all parts of an experiment read: those of the network, and these."""
+    files = [(FILES[name],) for name in ("train", "dev", *names)]
+    return Needed(lambda settings, part: files)
+
+
 def options(parser: argparse.ArgumentParser) -> None:
     """Add what the translation experiments understand."""
     parser.add_argument(
         "--cache", type=Path, default=Path("runs/experiments"), help="where networks and fits (6 GB) are kept"
     )
-    parser.add_argument("--steps", type=int, default=Recipe.steps, help="steps of training")
+    parser.add_argument("--steps", type=positive, default=Recipe.steps, help="steps of training")
     parser.add_argument("--precision", choices=get_args(Precision), default="fp32", help="of curvature")
     parser.add_argument("--score-precision", choices=get_args(Precision), default="fp32", help="of scores with a fit")
-    parser.add_argument("--product-batch", type=int, default=Size.product_batch, help="pairs per pass of a product")
+    parser.add_argument(
+        "--product-batch", type=positive, default=Size.product_batch, help="pairs per pass of a product"
+    )

@@ -12,9 +12,10 @@ import numpy as np
 from bench.record import Notes, shown, table
 from experiments.frame import Experiment, Records, Session, main
 from experiments.mt_filter_page import bleu_columns, bleu_figures, bleu_numbers, makeup_table, part_name
-from experiments.mt_network import OUR_WAY, PAPER_WAY
+from experiments.mt_network import OUR_WAY, PAPER_WAY, needed
 from experiments.mt_selection import (
     LOSS,
+    NOISY_FILES,
     PER_TOKEN,
     PREFILTER,
     RANDOM,
@@ -135,6 +136,7 @@ EXPERIMENT = Experiment(
     figures,
     options,
     VERDICT,
+    needed=needed(*NOISY_FILES),
     seen=(
         "A quarter or half dropped by self-influence ahead of nothing dropped: seen on captions; on news, the paper's "
         "test, only per token. A quarter ahead of half: on captions only, and not per token."

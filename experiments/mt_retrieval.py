@@ -33,6 +33,7 @@ from experiments.mt_network import (
     PAPER_WAY,
     Network,
     load_network,
+    needed,
     options,
     size_of,
 )
@@ -297,6 +298,7 @@ EXPERIMENT = Experiment(
     options,
     VERDICT,
     SEEN,
+    needed=needed(),
     first=("network", "all_arnoldi", "all_tail", "last_arnoldi", "last_tail", "memory"),
 )
 

@@ -34,6 +34,8 @@ NONE, PREFILTER, RANDOM, ORACLE = "none", "prefilter", "random", "clean only"
 RAND_PROJ, LOSS, PER_TOKEN = "RandProj", "loss", " per token"
 SETS = ("newstest2016", "multi30k")
 """What BLEU is taken on, by how the origin of a test sentence begins."""
+NOISY_FILES = ("crawl", "judged", "comparable", "wrong_language", "test")
+"""What the corpus is made of beside the network's files, and what BLEU is taken on."""
 RETRAINED = Recipe(width=256, depth=3, heads=4, steps=3000, tokens=4096, lr=2e-3, warm_up=500, dropout=0.2)
 """14M parameters; the vocabulary is that of the network that scores."""
 SMALL_RETRAINED = Recipe(32, 1, 2, words=240, steps=36, tokens=200, row=100, lr=2e-2, warm_up=8, dropout=0.0)

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from bench.command import choices
+from bench.command import choices, positive
 from bench.files import made_once
 from bench.measure import Cell, clocked, with_seconds
 from bench.record import Notes, shown, table
 from eigentrace.errors import PrecisionWarning
 from eigentrace.evaluate import Loop, RetrainingCurves, retraining_curves, retrieval, spearman
 from eigentrace.report.curves import Curve, curves_svg
-from experiments.cifar import Images, load
+from experiments.cifar import Images, load, needed
 from experiments.frame import Experiment, Records, Session, main
 from experiments.models.kept import keep, kept, name_of
 from experiments.models.resnet import Recipe, train_resnet
@@ -347,7 +347,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", type=Path, default=Path("runs/experiments"), help="where trained networks are kept")
     parser.add_argument("--labels", type=choices(*LABELS), default=["clean"], help=f"some of {','.join(LABELS)}")
     parser.add_argument("--scores", type=choices(*SCORES), default=list(SCORES), help=f"some of {','.join(SCORES)}")
-    parser.add_argument("--examples", type=int, default=Size.examples, help="images to train on")
+    parser.add_argument("--examples", type=positive, default=Size.examples, help="images to train on")
     parser.set_defaults(seeds=Size.seeds)
 
 
@@ -372,6 +372,7 @@ EXPERIMENT = Experiment(
     tables,
     figures,
     options,
+    needed=needed(lambda settings, part: "worse" in settings.labels),
     verdict=VERDICT,
     seen="Dropping the least self-influential images hurts most: seen at 50%, not below.",
 )

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 import eigentrace as et
+from bench.command import positive
 from bench.curvature import FIT, FIT_BATCH, Kind, fit
 from bench.measure import Cell, Run, Subject, clocked, random_unit, release
 from bench.models import MODELS, SMALL
@@ -114,7 +115,7 @@ def orthogonalise(subject: Subject, whole: et.Arnoldi, run: Run) -> Cell:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, help="products to time: all 200 if left out, or 8 with --small")
+    parser.add_argument("--steps", type=positive, help="products to time: all 200 if left out, or 8 with --small")
 
 
 def _parts() -> Iterator[tuple[str, Callable[[Session], None]]]:

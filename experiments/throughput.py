@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 import eigentrace as et
-from bench.command import choices
+from bench.command import choices, positive
 from bench.measure import Cell, Precision, clocked, release, with_seconds
 from bench.record import Notes, memory, shown, table
 from experiments.frame import Experiment, Records, Session, main
-from experiments.mt_network import ALL, PAPER_WAY, load_network, size_of
+from experiments.mt_network import ALL, PAPER_WAY, load_network, needed, size_of
 from experiments.mt_network import options as network_options
 from experiments.translation import FILES, Corpora, Ordered, Pairs, Subwords, Texts, read_texts
 
@@ -92,7 +92,7 @@ measured."""
 def options(parser: argparse.ArgumentParser) -> None:
     """Add what only this experiment understands."""
     network_options(parser)
-    parser.add_argument("--pairs", type=int, help="score so many pairs, drawn at random; all if left out")
+    parser.add_argument("--pairs", type=positive, help="score so many pairs, drawn at random; all if left out")
     parser.add_argument("--ways", type=choices(*TITLES, RUN), help=f"some of {','.join([*TITLES, RUN])}")
 
 
@@ -321,6 +321,7 @@ EXPERIMENT = Experiment(
     {"throughput": measure},
     tables,
     options=options,
+    needed=needed("crawl"),
     verdict=VERDICT,
     seen="24.3M pairs an hour from text to scores on one H200 (paper: 2.2M on 16 cores of a TPUv2).",
 )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
+from bench.command import positive
 from bench.measure import Cell, attempt, with_seconds
 from bench.record import Notes, millions, shown, table
 from eigentrace.demo.digits import relabel
@@ -27,7 +28,7 @@ from eigentrace.errors import ConvergenceWarning
 from eigentrace.evaluate import retrieval
 from eigentrace.projected import ProjectedFit
 from eigentrace.report.curves import Curve, curves_svg
-from experiments.cifar import NUM_CLASSES, Images, load
+from experiments.cifar import NUM_CLASSES, Images, load, needed
 from experiments.frame import Experiment, Part, Records, Session, main
 from experiments.models.kept import kept, name_of
 from experiments.models.vit import Recipe, make_vit, train_vit
@@ -341,8 +342,7 @@ def figures(records: Records, *, small: bool) -> dict[str, str]:
 
 
 def _figure(cells: dict[str, Cell], title: str) -> str:
-    keep = KEEPS[0]
-    across = np.array([10.0, 20.0, 100.0])
+    keep, across = KEEPS[0], np.array([10.0, 20.0, 100.0])
     curves = []
     for method in METHODS:
         found = [cells.get(cell_name(share, method, keep), {}) for share in SHARES]
@@ -359,8 +359,8 @@ def _figure(cells: dict[str, Cell], title: str) -> str:
 def options(parser: argparse.ArgumentParser) -> None:
     """Add what only this experiment understands."""
     parser.add_argument("--cache", type=Path, default=Path("runs/experiments"), help="where trained networks are kept")
-    parser.add_argument("--sample", type=int, default=Size.sample, help="images that the curvature is taken on")
-    parser.add_argument("--examples", type=int, default=Size.examples, help="images to train on")
+    parser.add_argument("--sample", type=positive, default=Size.sample, help="images that the curvature is taken on")
+    parser.add_argument("--examples", type=positive, default=Size.examples, help="images to train on")
 
 
 VERDICT = """\
@@ -388,6 +388,7 @@ EXPERIMENT = Experiment(
     tables,
     figures,
     options,
+    needed=needed(lambda settings, part: part == "human"),
     verdict=VERDICT,
     seen=(
         "The top tenth of the parameters finds more than all: seen. How much it finds: not seen (AP of 18, paper: "

@@ -12,7 +12,7 @@ import torch
 
 import eigentrace as et
 from eigentrace.demo.digits import Digits, load_digits
-from eigentrace.errors import ConvergenceWarning, EigentraceWarning, InputError, NumericalError
+from eigentrace.errors import ConvergenceWarning, EigentraceWarning, NumericalError
 from eigentrace.evaluate import retrieval
 from experiments.digits_noise import _FILES, Subject, noisy, read_mnist, tenth
 from experiments.digits_scores import Size, _lissa, arnoldi_rows, gradient_rows, once, over_seeds, quality, timed
@@ -217,8 +217,9 @@ def test_each_seed_takes_another_tenth():
 
 def test_all_of_mnist_needs_a_folder(tmp_path, capsys):
     given = ["--small", "--download", "--parts", "losses", "--out", str(tmp_path), "--cache", str(tmp_path)]
-    assert main(EXPERIMENT, given) == 1
-    assert InputError.__name__ in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(EXPERIMENT, given)
+    assert "--download needs --data, the folder to fetch the files to" in capsys.readouterr().err
 
 
 @pytest.mark.slow

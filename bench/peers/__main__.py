@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from bench.command import carried_out, choices, result_options, say, start
+from bench.command import carried_out, choices, positive, result_options, say, start
 from bench.measure import Cell, Run, attempt, described, reason
 from bench.peers import truth
 from bench.peers.method import METHODS, Entry, is_asked
@@ -167,9 +167,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--methods", type=every_method, default=list(METHODS), help=",".join(METHODS))
     parser.add_argument("--small", action="store_true", help="200 examples and a few steps, to see that all runs")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each method, of which the better counts")
-    parser.add_argument("--jobs", type=int, default=1, help="methods at a time: seconds then say less, scores the same")
-    parser.add_argument("--networks", type=int, help="average over so many instead of all; 1 leaves averaging out")
+    parser.add_argument("--repeats", type=positive, default=1, help="runs of each method, of which the better counts")
+    parser.add_argument(
+        "--jobs", type=positive, default=1, help="methods at a time: seconds then say less, scores the same"
+    )
+    parser.add_argument("--networks", type=positive, help="average over so many instead of all; 1 leaves averaging out")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds that a method may take")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
     parser.add_argument("--data", type=Path, help="folder of the data that is not embedded")

@@ -1,0 +1,142 @@
+"""Commands of experiments that cannot work are told so before anything is measured, and by which option."""
+
+from argparse import Namespace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from bench.command import choices, positive
+from bench.measure import reason
+from eigentrace.errors import InputError
+from experiments import image_exemplars, mnist_large, mt_filter, mt_retrieval, scaling, throughput, vit_cifar
+from experiments.frame import Experiment, Session, main
+from experiments.needed import Needed
+from experiments.paper import NAMES
+from experiments.translation import FILES
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path_factory, monkeypatch):
+    """Should one not be refused, its results do not go to this folder's docs."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+
+
+def refused(experiment: Experiment, capsys, *argv: str) -> str:
+    """Return what is said when a command is refused, having written nothing to the screen but that."""
+    with pytest.raises(SystemExit, match="2"):
+        main(experiment, argv)
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "x", "", "²", "1_0"])
+def test_only_whole_numbers_of_at_least_one_are_counts(text):
+    with pytest.raises(Exception, match="is not a whole number of at least 1"):
+        positive(text)
+    assert positive("12") == 12
+
+
+@pytest.mark.parametrize("option", ["--seeds", "--workers", "--pairs", "--steps", "--product-batch"])
+def test_counts_of_nothing_are_refused(option, capsys):
+    said = refused(throughput.EXPERIMENT, capsys, "--small", option, "-1")
+    assert f"argument {option}: '-1' is not a whole number of at least 1" in said
+
+
+def test_a_list_of_nothing_is_refused(capsys):
+    said = refused(scaling.EXPERIMENT, capsys, "--small", "--parts", ",")
+    assert "argument --parts: ',' names none of " in said
+    assert choices("a", "b")("b,") == ["b"]
+
+
+def toy(calls: list[str]) -> Experiment:
+    def part(session: Session) -> None:
+        calls.append("measured")
+
+    return Experiment("toy", "A toy", "About it.", {"part": part}, lambda records: [])
+
+
+@pytest.mark.parametrize("place", ["file", "file/folder"])
+def test_a_place_that_cannot_be_written_to_is_told_first(tmp_path, place, capsys):
+    (tmp_path / "file").write_text("in the way")
+    calls: list[str] = []
+    assert f"--out {tmp_path / place} cannot be written to" in refused(
+        toy(calls), capsys, "--out", str(tmp_path / place)
+    )
+    assert calls == []
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_a_folder_without_the_files_is_named_once_with_what_is_missing(tmp_path, capsys):
+    said = refused(mt_filter.EXPERIMENT, capsys, "--data", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert said.count("\n") == 1
+    for words in (f"--data {tmp_path} does not hold", *FILES.values(), "Nothing was measured."):
+        assert words in said
+    said = refused(mt_filter.EXPERIMENT, capsys, "--small", "--data", str(tmp_path / "nowhere"))
+    assert f"--data {tmp_path / 'nowhere'} is no folder. It should hold deen_train_clean.tsv.gz" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_file_that_is_missing_is_enough(tmp_path, capsys):
+    for file in FILES.values():
+        (tmp_path / file).touch()
+    (tmp_path / FILES["dev"]).unlink()
+    said = refused(mt_retrieval.EXPERIMENT, capsys, "--data", str(tmp_path))
+    assert f"does not hold {FILES['dev']}. Put" in said
+
+
+def test_without_a_folder_its_files_are_named(capsys):
+    assert "Give the folder of deen_train_clean.tsv.gz, deen_dev.tsv.gz as --data, or try --small" in refused(
+        mt_retrieval.EXPERIMENT, capsys
+    )
+    said = refused(image_exemplars.EXPERIMENT, capsys)
+    assert "as --data (--download fetches what is public)" in said
+
+
+def test_what_is_public_need_not_be_there_if_it_is_to_be_fetched(tmp_path, capsys):
+    said = refused(vit_cifar.EXPERIMENT, capsys, "--data", str(tmp_path))
+    assert "or add --download to fetch what is public. Nothing" in said
+    said = refused(vit_cifar.EXPERIMENT, capsys, "--data", str(tmp_path), "--download")
+    assert f"--data {tmp_path} does not hold cifar10n_labels_00000_14999.npz. Put the files there, or measure" in said
+    assert "the parts that need none of them: --parts heldout,flipped." in said
+    assert "--download needs --data" in refused(mnist_large.EXPERIMENT, capsys, "--download")
+
+
+def checked(needed: Needed, *parts: str, data: Path | None = None, small: bool = False, download: bool = False) -> None:
+    needed.check(Namespace(data=data, small=small, download=download, labels=["clean"]), parts, parts)
+
+
+def test_what_is_there_or_embedded_is_not_asked_for(tmp_path):
+    needed = {name: import_module(f"experiments.{name}").EXPERIMENT.needed for name in NAMES}
+    for name in NAMES:
+        checked(needed[name], "part", small=True)
+    checked(needed["mnist_large"], "losses")
+    checked(needed["scaling"], "vit_l_32")
+    (tmp_path / "mnist.npz").touch()
+    checked(needed["mnist_large"], "losses", data=tmp_path)
+    (tmp_path / "cifar-10-python.tar.gz").touch()
+    checked(needed["vit_cifar"], "heldout", data=tmp_path)
+    checked(needed["resnet_curve"], "curve", data=tmp_path / "new", download=True)
+    with pytest.raises(SystemExit):
+        checked(needed["image_exemplars"], "photos", data=tmp_path)
+
+
+def test_a_small_page_says_so_at_its_top_and_how_the_full_one_is_made(tmp_path):
+    for experiment, full in ((mt_filter.EXPERIMENT, " --data FOLDER"), (mnist_large.EXPERIMENT, "")):
+        assert main(experiment, ["--small", "--render", "--out", str(tmp_path)]) == 0
+        top = (tmp_path / f"{experiment.name}_small.md").read_text().split(experiment.about)[0]
+        assert "**Numbers of the small form**" in top
+        assert f"At full size: `python -m experiments.{experiment.name}{full}`." in top
+        assert main(experiment, ["--render", "--out", str(tmp_path)]) == 0
+        assert "small form" not in (tmp_path / f"{experiment.name}.md").read_text().split(experiment.about)[0]
+
+
+def test_reasons_keep_what_to_do():
+    remedy = "Put the file there."
+    ours = reason(InputError("x " * 300 + remedy))
+    assert ours.endswith(remedy)
+    assert "…" not in ours
+    other = reason(OSError("x " * 300 + remedy))
+    assert other.endswith(remedy)
+    assert len(other) == 300
