@@ -181,7 +181,7 @@ def size_of(session: Session) -> Size:
 def needed(*names: str) -> Needed:
     """Say which files all parts of an experiment read: those of the network, and these."""
     files = [(FILES[name],) for name in ("train", "dev", *names)]
-    return Needed(lambda settings, part: files)
+    return Needed(lambda settings, part: files, origin="docs/translation_data.md says where they come from.")
 
 
 def options(parser: argparse.ArgumentParser) -> None:

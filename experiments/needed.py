@@ -26,6 +26,8 @@ class Needed:
     """Where no folder is given, something embedded takes its place at full size too; with --small it always does."""
     public: frozenset[str] = frozenset()
     """Those of the files that --download fetches."""
+    origin: str = ""
+    """A sentence on where files that are not public come from."""
 
     @property
     def full_options(self) -> str:
@@ -56,7 +58,8 @@ class Needed:
             ways = ["Put the files there"]
             ways += ["add --download to fetch what is public"] if any(self.public & set(each) for each in gone) else []
             ways += [f"measure the parts that need none of them: --parts {','.join(without)}"] if without else []
-            refuse(f"--data {folder} does not hold {_listed(gone)}. {', or '.join(ways)}. Nothing was measured.")
+            said = f"--data {folder} does not hold {_listed(gone)}. {', or '.join(ways)}."
+            refuse(f"{said} {self._origin}Nothing was measured.")
 
     def _check_none(self, settings: argparse.Namespace, names: Sequence[Wanted]) -> None:
         """Refuse to run without a folder where one is needed."""
@@ -66,8 +69,12 @@ class Needed:
             fetched = " (--download fetches what is public)" if self.public else ""
             refuse(
                 f"Give the folder of {_listed(names)} as --data{fetched}, or try --small, which needs no files. "
-                "Nothing was measured."
+                f"{self._origin}Nothing was measured."
             )
+
+    @property
+    def _origin(self) -> str:
+        return f"{self.origin} " if self.origin else ""
 
     def _is_there(self, folder: Path, names: Wanted, *, download: bool) -> bool:
         return (download and bool(self.public & set(names))) or any(any(folder.glob(name)) for name in names)

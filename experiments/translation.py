@@ -347,10 +347,7 @@ class Corpora:
         """Find the data of a session; only at toy size can there be none."""
         folder: Path | None = session.settings.data
         if folder is None and not session.small:
-            raise InputError(
-                "Give the folder of the sentence pairs as --data, or try --small. There is no public file of them: "
-                f"docs/translation_data.md says where {', '.join(dict.fromkeys(FILES.values()))} come from."
-            )
+            raise InputError("Give the folder of the sentence pairs as --data, or try --small.")
         return Corpora(folder, session.settings.cache, session.small)
 
     def texts(self, name: str) -> Texts:

@@ -71,7 +71,7 @@ def test_a_place_that_cannot_be_written_to_is_told_first(tmp_path, place, capsys
 def test_a_folder_without_the_files_is_named_once_with_what_is_missing(tmp_path, capsys):
     said = refused(mt_filter.EXPERIMENT, capsys, "--data", str(tmp_path), "--out", str(tmp_path / "out"))
     assert said.count("\n") == 1
-    for words in (f"--data {tmp_path} does not hold", *FILES.values(), "Nothing was measured."):
+    for words in (f"--data {tmp_path} does not hold", *FILES.values(), "docs/translation_data.md", "Nothing was measured."):
         assert words in said
     said = refused(mt_filter.EXPERIMENT, capsys, "--small", "--data", str(tmp_path / "nowhere"))
     assert f"--data {tmp_path / 'nowhere'} is no folder. It should hold deen_train_clean.tsv.gz" in said
@@ -87,9 +87,9 @@ def test_one_file_that_is_missing_is_enough(tmp_path, capsys):
 
 
 def test_without_a_folder_its_files_are_named(capsys):
-    assert "Give the folder of deen_train_clean.tsv.gz, deen_dev.tsv.gz as --data, or try --small" in refused(
-        mt_retrieval.EXPERIMENT, capsys
-    )
+    said = refused(mt_retrieval.EXPERIMENT, capsys)
+    assert "Give the folder of deen_train_clean.tsv.gz, deen_dev.tsv.gz as --data, or try --small" in said
+    assert "docs/translation_data.md says where they come from." in said
     said = refused(image_exemplars.EXPERIMENT, capsys)
     assert "as --data (--download fetches what is public)" in said
 
