@@ -71,7 +71,12 @@ def test_a_place_that_cannot_be_written_to_is_told_first(tmp_path, place, capsys
 def test_a_folder_without_the_files_is_named_once_with_what_is_missing(tmp_path, capsys):
     said = refused(mt_filter.EXPERIMENT, capsys, "--data", str(tmp_path), "--out", str(tmp_path / "out"))
     assert said.count("\n") == 1
-    for words in (f"--data {tmp_path} does not hold", *FILES.values(), "docs/translation_data.md", "Nothing was measured."):
+    for words in (
+        f"--data {tmp_path} does not hold",
+        *FILES.values(),
+        "docs/translation_data.md",
+        "Nothing was measured.",
+    ):
         assert words in said
     said = refused(mt_filter.EXPERIMENT, capsys, "--small", "--data", str(tmp_path / "nowhere"))
     assert f"--data {tmp_path / 'nowhere'} is no folder. It should hold deen_train_clean.tsv.gz" in said
