@@ -1,24 +1,9 @@
-"""Files that several processes may want to make at the same time: each is whole, and made by one of them."""
+"""Files that several processes may want to make at the same time: one of them does."""
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-
-@contextmanager
-def as_a_whole(path: Path) -> Iterator[Path]:
-    """Give the name of a file to write, which takes its place at the end: it is there as a whole or not at all.
-
-    The name is this process's own. It ends as the file's does, because some writers would add an ending otherwise.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.stem}.{os.getpid()}.part{path.suffix}")
-    try:
-        yield unfinished
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 @contextmanager

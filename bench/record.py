@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.files import as_a_whole
 from bench.measure import Cell, Run, described
 from bench.models import MODELS
 from bench.refusal import differences, refuse
+from eigentrace.files import replacing
 
 Record = dict[str, Any]
 Results = dict[str, dict[str, Record]]
@@ -40,7 +40,8 @@ def write(path: Path, results: Results) -> None:
         machine: dict(sorted(models.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
         for machine, models in sorted(results.items())
     }
-    with as_a_whole(path) as unfinished:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as unfinished:
         unfinished.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

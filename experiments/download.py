@@ -6,8 +6,9 @@ import urllib.request
 from pathlib import Path
 
 from bench.command import say
-from bench.files import as_a_whole, made_once
+from bench.files import made_once
 from eigentrace.errors import InputError
+from eigentrace.files import replacing
 
 
 def fetch(url: str, md5: str, target: Path) -> Path:
@@ -22,7 +23,7 @@ def fetch(url: str, md5: str, target: Path) -> Path:
 
 def _fetch(url: str, md5: str, target: Path) -> None:
     say(f"downloading {url}")
-    with as_a_whole(target) as unfinished:
+    with replacing(target) as unfinished:
         try:
             with urllib.request.urlopen(url, timeout=60) as answer, unfinished.open("wb") as file:
                 shutil.copyfileobj(answer, file)

@@ -29,6 +29,7 @@ from bench.measure import described, reason
 from bench.record import table
 from eigentrace.errors import EigentraceWarning
 from eigentrace.evaluate import retrieval
+from eigentrace.files import replacing
 from experiments.noise_problems import REDUCED, SMALL, Problem, Size, accuracy, cifar, copied, digits, train
 from experiments.noise_scores import Trained, dense_variants, from_checkpoints, from_folds, from_one_checkpoint
 
@@ -141,9 +142,8 @@ def _record(path: Path, *where: Any) -> None:
     # A score that fails this time does not cost the number of another time.
     before |= {key: cell for key, cell in cells.items() if "failed" not in cell or "failed" in before.get(key, cell)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _merge(path: Path, other: dict[str, Any]) -> None:

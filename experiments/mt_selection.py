@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
-from bench.files import as_a_whole, made_once
+from bench.files import made_once
 from bench.measure import Cell, clocked, release, with_seconds
 from bench.record import Record
 from eigentrace.errors import InputError
+from eigentrace.files import replacing
 from experiments.bleu import bleu
 from experiments.frame import Part, Session
 from experiments.models.kept import name_of
@@ -173,8 +174,9 @@ def lowest(scores: np.ndarray, rows: np.ndarray, percent: float) -> np.ndarray: 
 
 def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Write a file that is there as a whole or not at all, whoever else writes it at the same time."""
-    with as_a_whole(path) as unfinished:
-        np.savez_compressed(unfinished, **arrays)  # type: ignore[arg-type]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as unfinished, unfinished.open("wb") as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
 
 def recipe_of(session: Session) -> tuple[Recipe, tuple[int, ...]]:

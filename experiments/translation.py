@@ -26,9 +26,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 import eigentrace as et
 from bench.command import say
-from bench.files import as_a_whole, made_once
+from bench.files import made_once
 from bench.models import Batch
 from eigentrace.errors import InputError
+from eigentrace.files import replacing
 from eigentrace.selection import Params
 from experiments.cut import short_rows
 from experiments.frame import Session
@@ -267,8 +268,8 @@ class Subwords:
 
         def make() -> None:
             flat = self._flat(texts)
-            with as_a_whole(path) as unfinished:
-                np.savez_compressed(unfinished, source=flat["source"], target=flat["target"], lengths=flat["lengths"])
+            with replacing(path) as unfinished, unfinished.open("wb") as file:
+                np.savez_compressed(file, source=flat["source"], target=flat["target"], lengths=flat["lengths"])
 
         made_once(path, make)
         with np.load(path) as kept:
@@ -312,7 +313,7 @@ class Subwords:
             tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE)
             trainer = trainers.BpeTrainer(vocab_size=self.size, special_tokens=_SPECIAL, show_progress=False)
             tokenizer.train_from_iterator([*self.learned_from.german, *self.learned_from.english], trainer)
-            with as_a_whole(path) as unfinished:
+            with replacing(path) as unfinished:
                 tokenizer.save(str(unfinished))
 
         made_once(path, make)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.files import alone, as_a_whole, made_once
+from bench.files import alone, made_once
 from experiments.models.kept import keep
 
 ROOT = Path(__file__).parents[1]
@@ -22,12 +22,13 @@ def together(code: str, *argv: object, count: int = 4) -> list[int]:
 
 def test_one_of_several_processes_makes_a_file_and_leaves_nothing_else(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from bench.files import as_a_whole, made_once\n"
+        "import sys, time; from pathlib import Path; from bench.files import made_once\n"
+        "from eigentrace.files import replacing\n"
         "path = Path(sys.argv[1])\n"
         "def make():\n"
         "    with (path.parents[1] / 'makers').open('a') as file: file.write('made\\n')\n"
         "    time.sleep(0.3)\n"
-        "    with as_a_whole(path) as unfinished: unfinished.write_text('whole')\n"
+        "    with replacing(path) as unfinished: unfinished.write_text('whole')\n"
         "made_once(path, make)\n"
         "assert path.read_text() == 'whole'"
     )
@@ -57,21 +58,6 @@ def test_whoever_fails_lets_the_next_one_try(tmp_path):
         raise RuntimeError("no luck")
     made_once(path, path.touch)
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
-
-
-def test_what_is_written_in_part_is_removed_and_the_whole_stays(tmp_path):
-    path = tmp_path / "file.npz"
-    path.write_text("whole")
-
-    def killed() -> None:
-        with as_a_whole(path) as unfinished:
-            assert unfinished.suffix == ".npz"
-            unfinished.write_text("ha")
-            raise RuntimeError("killed")
-
-    with pytest.raises(RuntimeError, match="killed"):
-        killed()
-    assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == [("file.npz", "whole")]
 
 
 def test_files_that_differ_in_their_ending_are_not_written_under_one_name(tmp_path, monkeypatch):

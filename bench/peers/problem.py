@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
-from bench.files import as_a_whole
 from bench.peers.networks import Recipe, State, accuracy, seeded, train
 from eigentrace.chance import generator_of
 from eigentrace.data.rows import draw
+from eigentrace.files import replacing
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,8 @@ def make_problem(spec: Spec, data: Path | None, cache: Path, device: torch.devic
         kept = train(model, images, labels, spec.recipe, seed, 1 if seed else spec.checkpoints)
         states.append(kept[-1])
         checkpoints = checkpoints or kept
-    with as_a_whole(path) as unfinished:
+    cache.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as unfinished:
         torch.save({"settings": settings, "states": states, "checkpoints": checkpoints}, unfinished)
     return Problem(spec, examples, states, checkpoints, device)
 

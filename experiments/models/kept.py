@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.files import as_a_whole, made_once
+from bench.files import made_once
+from eigentrace.files import replacing
 
 
 def name_of(what: str, recipe: Any, *data: Tensor) -> str:
@@ -46,5 +47,6 @@ def kept(path: Path, model: nn.Module, train: Callable[[nn.Module], None]) -> nn
 
 def keep(path: Path, tensors: Any) -> None:
     """Write tensors and numbers to a file that is there as a whole or not at all, whoever else writes it."""
-    with as_a_whole(path) as unfinished:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as unfinished:
         torch.save(tensors, unfinished)
