@@ -84,9 +84,8 @@ The batch matters most: 64 pairs take 0.10 s and 2,048 take 0.25, so that 64 at 
 Forward mode, the paper's way, makes 4.1M in bfloat16 and 1.0M in float32 with 512 pairs a batch, where layer by layer
 makes 15.1M and 7.5M; with 64 pairs 1.0M against 2.3M, and 0.8M against 2.4M. Larger batches do not help it: at 512 it
 already fills the memory. Its rows are of fewer pairs, 4,000 in float32, so that pairs of more different lengths share a
-batch: it pads more (in float32 with 512 pairs about half as much again), and the difference is smaller than it looks.
-At 2,048 these are eight batches and two, of which padding and the search for what fits take a share that was not
-measured."""
+batch: it pads more, and the difference is smaller than it looks. At 2,048 these are eight batches and two, of which
+padding and the search for what fits take a share that was not measured."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 from argparse import ArgumentTypeError, Namespace
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -281,3 +282,28 @@ def test_a_small_run_measures_everything(tmp_path):
     before = (tmp_path / "mt_filter_small.json").read_text()
     assert main(EXPERIMENT, [*argv, "--missing"]) == 0
     assert (tmp_path / "mt_filter_small.json").read_text() == before
+
+
+def test_the_advice_on_sentence_pairs_has_the_numbers_of_the_results():
+    root = Path(__file__).parents[1] / "docs"
+    records = json.loads((root / "results" / "mt_filter.json").read_text())["NVIDIA H200"]
+    ranked, trained = records["scores"]["cells"], over_seeds(records["selections"])["cells"]
+    ways = {
+        "loss, mean over tokens": LOSS + PER_TOKEN,
+        "loss, sum over tokens": LOSS,
+        "self-influence with tail, per token": OUR_WAY + PER_TOKEN,
+        "self-influence with tail, of sums": OUR_WAY,
+        "self-influence truncated (K = 10), per token": PAPER_WAY + PER_TOKEN,
+        "self-influence truncated (K = 10), of sums": PAPER_WAY,
+        "all pairs": NONE,
+        "half at random": RANDOM,
+    }
+    section = (root / "which_score.md").read_text().partition("## Sentence pairs")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")][2:]
+    found = {name.strip(): [number.strip() for number in numbers] for name, *numbers in rows}
+    expected = {}
+    for name, way in ways.items():
+        cell = trained[label(way, None if way == NONE else 50)]
+        auc = f"{ranked[way]['auc']:.1f}" if way in ranked else ""
+        expected[name] = [auc, f"{cell['multi30k @3000']:.1f}", f"{cell['newstest2016 @3000']:.1f}"]
+    assert found == expected

@@ -31,17 +31,13 @@ def kept(path: Path, model: nn.Module, train: Callable[[nn.Module], None]) -> nn
 
     Of several processes that ask for the same network one trains it, and the others wait for its weights.
     """
-    trained_here = False
 
     def make() -> None:
-        nonlocal trained_here
         train(model)
         keep(path, model.state_dict())
-        trained_here = True
 
     made_once(path, make)
-    if not trained_here:
-        model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
+    model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
     return model.eval()
 
 
