@@ -68,7 +68,7 @@ def _measure(benchmark: Benchmark, name: str, run: Run, path: Path, settings: ar
 
 
 # Where a command read and wrote is the business of one machine, and not recorded; nor is what changes no number.
-_PLACES = ("--out", "--cache", "--data")
+_PLACES = ("--out", "--cache", "--data", "--checkout")
 _FLAGS = ("--replace", "--no-tables")
 # A process cannot end with more than 255, and 256 failures must not look like none.
 _MOST_FAILURES = 100

@@ -23,7 +23,7 @@ from bench.command import Benchmark, choices, main, options, positive, say
 from bench.curvature_page import KINDS, MODES, PRECISIONS, fit_cell, product_cell, render
 from bench.measure import Cell, Precision, Run, Subject, attempt, clocked, random_unit, release, timed
 from bench.record import Recorder
-from eigentrace.curvature import Curvature, working_form
+from eigentrace.curvature.operator import Curvature, working_form
 from eigentrace.errors import EigentraceWarning
 from eigentrace.methods import arnoldi
 
@@ -126,7 +126,7 @@ class Stopwatch:
             ready=self.around("checks", arnoldi.ready),
             check_curvature=self.around("checks", arnoldi.check_curvature),
             lanczos=self.around("iteration", lanczos),
-            distill=self.around("eigenvectors", arnoldi.distill),
+            top_eigenpairs=self.around("eigenvectors", arnoldi.top_eigenpairs),
         )
 
     def parts(self) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 python -m bench.explain            # 6,000 digits, minutes on a CPU
 python -m bench.explain --small    # 400 digits, to see that all runs
+python -m bench.explain --rows 1000000,10000000    # the time and memory of one question to runs of drawn numbers
+python -m bench.explain --rows 10000000 --checkout OTHER --called "before"    # by another version of the package
 """
 
 import argparse
@@ -20,6 +22,7 @@ import eigentrace as et
 from bench.command import carried_out, positive, result_options, say, start
 from bench.measure import Cell, Run, attempt, with_seconds
 from bench.peers.networks import Recipe, logits_of, mlp, seeded, train
+from bench.question import ask_runs, question_tables
 from bench.record import Notes, Record, Recorder, shown, table, write_page
 from bench.search import same_rows
 from eigentrace.demo.digits import load_digits
@@ -38,9 +41,8 @@ _RECIPE = Recipe(epochs=10, batch=64, lr=0.05)
 def main(argv: Sequence[str]) -> int:
     """Do what the command line asks for; return how many numbers failed."""
     settings = _parser().parse_args(argv)
-    return carried_out(
-        "explain", settings, lambda path: _measure(start("explain", settings, argv), path, settings), render
-    )
+    work = ask_runs if settings.rows else _measure
+    return carried_out("explain", settings, lambda path: work(start("explain", settings, argv), path, settings), render)
 
 
 def _measure(run: Run, path: Path, settings: argparse.Namespace) -> int:
@@ -108,7 +110,7 @@ def render(out: Path, small: bool) -> None:
 def _machine(problems: dict[str, Record]) -> list[str]:
     notes, lines = Notes(), []
     keys = (("how", ""), ("proponents", ".2f"), ("opponents", ".2f"), ("one", ".2f"), ("all", ".2f"))
-    for record in problems.values():
+    for record in (record for record in problems.values() if "queries" in record["settings"]):
         rows = [
             [way, f"{keep}", word, *(shown(record["cells"][f"{keep}/{word}/{way}"], *key, notes) for key in keys)]
             for keep in KEEPS
@@ -118,17 +120,28 @@ def _machine(problems: dict[str, Record]) -> list[str]:
         ]
         headings = ["way", "K", "normalize", "how", "proponents", "opponents", "one, s", "all, s"]
         lines += ["", f"### {record['title']}, {record['settings']['queries']} questions", "", *table(headings, rows)]
+    lines += question_tables(
+        {name: record for name, record in problems.items() if "features" in record["settings"]}, notes
+    )
     return [*lines, *(["", *notes.lines()] if notes.texts else [])]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.explain", description="Whom explanations name.")
     parser.add_argument("--queries", type=positive, default=25, help="wrongly classified digits to ask about")
+    parser.add_argument("--rows", type=_sizes, help="ask one question of runs of so many rows instead")
+    parser.add_argument("--checkout", type=Path, help="with --rows: the clone whose package is asked")
+    parser.add_argument("--cache", type=Path, help="with --rows: where runs lie meanwhile; a temporary folder")
+    parser.add_argument("--called", default="this version", help="what the tables call it")
     parser.add_argument("--small", action="store_true", help="400 digits, to see that all runs")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
     result_options(parser)
     parser.set_defaults(seconds=0.0, profile=False)
     return parser
+
+
+def _sizes(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

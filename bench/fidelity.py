@@ -36,7 +36,7 @@ from bench.peers.problem import Problem, Spec, make_problem
 from bench.peers.problems import PROBLEMS, SMALL
 from bench.record import Recorder
 from eigentrace.evaluate import Retrained, lds
-from eigentrace.projected import ProjectedFit
+from eigentrace.fits.eigen_fit import EigenFit
 
 _BOOTSTRAP = 200
 # K of the cells about storing and ensembles, and what a shortlist is asked for.
@@ -105,7 +105,7 @@ class Regime:
             self._ensembles()
         return self.failures
 
-    def _fit(self, index: int) -> ProjectedFit:
+    def _fit(self, index: int) -> EigenFit:
         spec = self.problem.spec
         task = et.classification(self.problem.at(index).model())
         wanted = min(max(SIZES), self.problem.num_parameters)
@@ -116,11 +116,11 @@ class Regime:
         task = et.classification(self.problem.at(index).model())
         return et.TracIn().fit(task, self.train).influence(self.train, self.queries)
 
-    def _of(self, fitted: ProjectedFit, bootstrap: int = _BOOTSTRAP) -> Cell:
+    def _of(self, fitted: EigenFit, bootstrap: int = _BOOTSTRAP) -> Cell:
         found = self._fidelity(fitted.influence(self.train, self.queries), bootstrap)
         return found | {"delta": fitted.delta}
 
-    def _of_stored(self, fitted: ProjectedFit, size: int) -> Cell:
+    def _of_stored(self, fitted: EigenFit, size: int) -> Cell:
         """Measure scores from stored features, and whether a shortlist of them holds the strongest examples."""
         stored = fitted.stored(coordinates=size)
         features = stored.features(self.train)
@@ -142,7 +142,7 @@ class Regime:
             members = [fitted.distill(keep, tail) for fitted in fits]
             self._cell(f"{tail_cell(tail, keep)}/ensemble", partial(self._of_ensemble, members))
 
-    def _of_ensemble(self, members: Sequence[ProjectedFit]) -> Cell:
+    def _of_ensemble(self, members: Sequence[EigenFit]) -> Cell:
         scores = et.Ensemble(members).influence(self.train, self.queries)
         return self._fidelity(scores) | {"models": len(members)}
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from eigentrace.report.scale import LogScale, tick_labels
+from eigentrace.evaluate.scale import LogScale, tick_labels
 
 WIDTH, HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 560, 44, 350

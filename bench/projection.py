@@ -20,10 +20,10 @@ from bench.measure import Cell, Precision, Run, Subject, attempt, release, timed
 from bench.models import Batch, cross_entropy
 from bench.projection_page import FORWARD_K, ROTATED, ROTATED_CELL, layerwise_cell, render
 from bench.record import Recorder
-from eigentrace.compute import Compute
-from eigentrace.project import Job, project
-from eigentrace.rows import DenseRows, RotatedRows, Rotation, Rows, StackedRows
-from eigentrace.streams import aligned
+from eigentrace.projection import Job, project
+from eigentrace.projection.directions import DenseRows, RotatedRows, Rotation, Rows, StackedRows
+from eigentrace.projection.engine import Compute
+from eigentrace.projection.streamed import aligned
 
 # A batch repeated this often outlasts any measurement.
 _MANY_BATCHES = 20_000

@@ -14,7 +14,7 @@ from typing import Any
 from bench.measure import Cell, Run, described
 from bench.models import MODELS
 from bench.refusal import differences, refuse
-from eigentrace.files import replacing
+from eigentrace.disk.atomic import replacing
 
 Record = dict[str, Any]
 Results = dict[str, dict[str, Record]]

@@ -21,7 +21,7 @@ from torch import Tensor
 from bench.command import carried_out, positive, result_options, say, start
 from bench.measure import Cell, Run, attempt, release, timed
 from bench.record import Notes, Record, Recorder, memory, shown, table, write_page
-from eigentrace.search import search
+from eigentrace.numeric.top_k import search
 
 # Rows that are drawn, and read, at a time.
 _CHUNK, _CHUNK_ON_GPU = 65_536, 2**20

@@ -30,7 +30,7 @@ from bench.command import carried_out, positive, result_options, say, start
 from bench.measure import Cell, Run, attempt
 from bench.record import Notes, Record, Recorder, judged, shown, table, write_page
 from eigentrace.store import Folder
-from eigentrace.store.table import write_table
+from eigentrace.store.write import write_table
 
 ROWS, SMALL_ROWS = 1_000_000, 5_000
 FEATURES, CLASSES, SOURCES = 32, 10, 12
@@ -96,12 +96,16 @@ def make_run(path: Path, rows: int) -> Path:
             "length": draw.integers(5, 500, rows),
         }
     )
-    folder = Folder(path)
+    write_scores(Folder(path), rows, columns, texts)
+    write_table(Folder(path))
+    return path
+
+
+def write_scores(folder: Folder, rows: int, columns: pa.Table, texts: Path) -> None:
+    """Write what a run begins with, and its shards, with drawn numbers."""
     folder.begin(_manifest(rows, texts), torch.ones(FEATURES, dtype=torch.float64), columns)
     for first in range(0, rows, _SHARD):
         folder.record.add(first, _shard(min(_SHARD, rows - first), torch.Generator().manual_seed(first)))
-    write_table(folder)
-    return path
 
 
 def _shard(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -172,8 +176,8 @@ class Server:
 def served(run: Path) -> Iterator[Server]:
     """Start a server on a run, and end it afterwards."""
     code = (
-        "import sys; from eigentrace.serve.launch import serve; "
-        "serve(sys.argv[1], port=0, token=sys.argv[2], on_start=lambda place: print(place.url, flush=True))"
+        "import sys; from eigentrace.page.server import run_server; "
+        "run_server(sys.argv[1], port=0, token=sys.argv[2], on_start=lambda place: print(place.url, flush=True))"
     )
     began = time.perf_counter()
     command = [sys.executable, "-c", code, str(run), _TOKEN]

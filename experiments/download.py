@@ -7,8 +7,8 @@ from pathlib import Path
 
 from bench.command import say
 from bench.files import made_once
+from eigentrace.disk.atomic import replacing
 from eigentrace.errors import InputError
-from eigentrace.files import replacing
 
 
 def fetch(url: str, md5: str, target: Path) -> Path:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from eigentrace.demo.digits import relabel
 from eigentrace.errors import InputError
-from eigentrace.shown.png import encode_png
+from eigentrace.rendering.png import encode_png
 from experiments.cifar import digits, load
 from experiments.frame import Session
 from experiments.models import photos, resnet

@@ -14,7 +14,7 @@ from bench.measure import Cell
 from bench.record import Notes, table
 from eigentrace.errors import NumericalError
 from eigentrace.evaluate import retrieval
-from eigentrace.report.curves import Curve, curves_svg
+from eigentrace.evaluate.curves import Curve, curves_svg
 from experiments.digits_noise import NEEDED, Subject, options, source_name, subject
 from experiments.digits_scores import (
     FRESH,

@@ -27,9 +27,9 @@ import eigentrace as et
 from bench.command import place_options, positive
 from bench.measure import described, reason
 from bench.record import table
+from eigentrace.disk.atomic import replacing
 from eigentrace.errors import EigentraceWarning
 from eigentrace.evaluate import retrieval
-from eigentrace.files import replacing
 from experiments.noise_problems import REDUCED, SMALL, Problem, Size, accuracy, cifar, copied, digits, train
 from experiments.noise_scores import Trained, dense_variants, from_checkpoints, from_folds, from_one_checkpoint
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import eigentrace as et
 from bench.measure import Cell
 from bench.record import Record, table
-from eigentrace.shown.png import encode_png
+from eigentrace.rendering.png import encode_png
 from experiments import digits_noise
 from experiments.digits_noise import NoisyDigits, Subject, dataset, source_name, subject
 from experiments.digits_scores import SMALL, Size, once, own_arnoldi, paper_arnoldi, timed, trainings

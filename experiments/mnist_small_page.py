@@ -7,7 +7,7 @@ import numpy as np
 from bench.measure import Cell
 from bench.plot import Line, panels_svg
 from bench.record import Notes, shown, table
-from eigentrace.report.curves import Curve, curves_svg
+from eigentrace.evaluate.curves import Curve, curves_svg
 from experiments.frame import Records
 
 PAPER_ACCURACY = {"accuracy_test_given": 73.8, "accuracy_test_true": 92.3}

@@ -17,7 +17,7 @@ import eigentrace as et
 from bench.measure import Cell, attempt, release
 from bench.record import Notes, shown, table
 from eigentrace.evaluate import retrieval, spearman
-from eigentrace.report.curves import Curve, curves_svg
+from eigentrace.evaluate.curves import Curve, curves_svg
 from experiments.frame import Experiment, Records, Session, main
 from experiments.mt_network import ALL, OUR_WAY, PAPER_WAY, Estimator, Network, load_network, needed, options, size_of
 from experiments.mt_retrieval_page import network_table

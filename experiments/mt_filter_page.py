@@ -7,7 +7,7 @@ import numpy as np
 
 from bench.measure import Cell
 from bench.record import Notes, Record, shown, table
-from eigentrace.report.curves import Curve, curves_svg
+from eigentrace.evaluate.curves import Curve, curves_svg
 from experiments.frame import Records
 from experiments.mt_network import OUR_WAY, PAPER_WAY
 from experiments.mt_retrieval_page import network_table

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from bench.files import alone
 from bench.measure import Cell, Precision, clocked, with_seconds
 from bench.models import Transformer
 from eigentrace.errors import ConvergenceWarning, PrecisionWarning
-from eigentrace.projected import ProjectedFit, load
+from eigentrace.fits.eigen_fit import EigenFit
+from eigentrace.fits.load import load
 from experiments.frame import Session
 from experiments.models.kept import kept, name_of
 from experiments.models.transformer import Recipe, held_out, make_transformer, train_transformer
@@ -101,12 +102,12 @@ class Network:
         """How pairs are scored."""
         return et.Compute(precision=self.size.score_precision, batch="data")
 
-    def fit(self, layers: str, estimator: Estimator) -> tuple[ProjectedFit, float]:
+    def fit(self, layers: str, estimator: Estimator) -> tuple[EigenFit, float]:
         """Take the curvature of the training pairs, or read it back; return it with the seconds that took."""
         method, task = self.method(estimator), self.task(layers)
         path = self.path.with_name(f"{self.path.stem}_{sha256(f'{layers} {method}'.encode()).hexdigest()[:16]}")
 
-        def work() -> ProjectedFit:
+        def work() -> EigenFit:
             with warnings.catch_warnings():
                 # Products on new pairs each time settle on nothing. A finite difference crosses kinks of ReLU, so that
                 # every Hessian of this network is warned about; a test compares it with double backward.
@@ -121,7 +122,7 @@ class Network:
                     fitted, took = with_seconds(work, task.layout.device)
                     fitted.save(path)
                     return fitted, took
-        return with_seconds(lambda: load(path, task), task.layout.device)
+        return with_seconds(lambda: cast(EigenFit, load(path, task)), task.layout.device)
 
     def method(self, estimator: Estimator) -> et.Arnoldi:
         """Return the settings: the paper's, or Gauss-Newton on a fixed sample with the tail."""

@@ -21,9 +21,9 @@ from torch import Tensor
 
 import eigentrace as et
 from bench.measure import Cell, attempt, release, with_seconds
-from eigentrace.chance import generator_of
 from eigentrace.evaluate import retrieval
-from eigentrace.projected import ProjectedFit
+from eigentrace.fits.projected_fit import ProjectedFit
+from eigentrace.numeric.seeding import generator_of
 from experiments.frame import Experiment, Part, Session, main
 from experiments.mt_network import (
     ALL,

@@ -17,8 +17,8 @@ import eigentrace as et
 from bench.files import made_once
 from bench.measure import Cell, clocked, release, with_seconds
 from bench.record import Record
+from eigentrace.disk.atomic import replacing
 from eigentrace.errors import InputError
-from eigentrace.files import replacing
 from experiments.bleu import bleu
 from experiments.frame import Part, Session
 from experiments.models.kept import name_of

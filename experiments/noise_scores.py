@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import eigentrace as et
-from eigentrace.backing import margins
-from eigentrace.project import Job, gradients
+from eigentrace.methods.label_agreement import margins
+from eigentrace.projection import Job, gradients
 from experiments.noise_problems import Problem, cross_validated, losses
 
 # Shares of the mean square length, from strong to weak.

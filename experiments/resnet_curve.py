@@ -26,7 +26,7 @@ from bench.measure import Cell, clocked, with_seconds
 from bench.record import Notes, shown, table
 from eigentrace.errors import PrecisionWarning
 from eigentrace.evaluate import Loop, RetrainingCurves, retraining_curves, retrieval, spearman
-from eigentrace.report.curves import Curve, curves_svg
+from eigentrace.evaluate.curves import Curve, curves_svg
 from experiments.cifar import Images, load, needed
 from experiments.frame import Experiment, Records, Session, main
 from experiments.models.kept import keep, kept, name_of

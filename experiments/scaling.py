@@ -21,7 +21,7 @@ from bench.command import positive
 from bench.curvature import FIT, FIT_BATCH, Kind, fit
 from bench.measure import Cell, Run, Subject, clocked, random_unit, release
 from bench.models import MODELS, SMALL
-from eigentrace.krylov import lanczos
+from eigentrace.krylov.iterate import lanczos
 from experiments.frame import Experiment, Part, Session, main
 from experiments.scaling_page import CURVATURES, PLACES, figures, fit_name, orthogonalisation_name, tables
 

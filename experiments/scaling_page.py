@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.measure import Cell
 from bench.record import Notes, Record, memory, millions, shown, table
-from eigentrace.report.curves import round_ticks
+from eigentrace.evaluate.curves import round_ticks
 
 CURVATURES: tuple[Literal["hessian", "gauss-newton"], ...] = ("hessian", "gauss-newton")
 PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from eigentrace.report.scale import LogScale, tick_labels
+from eigentrace.evaluate.scale import LogScale, tick_labels
 
 _WIDTH, _HEIGHT = 760, 380
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 530, 48, 322

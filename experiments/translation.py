@@ -28,9 +28,9 @@ import eigentrace as et
 from bench.command import say
 from bench.files import made_once
 from bench.models import Batch
+from eigentrace.disk.atomic import replacing
 from eigentrace.errors import InputError
-from eigentrace.files import replacing
-from eigentrace.selection import Params
+from eigentrace.task.parameters import Params
 from experiments.cut import short_rows
 from experiments.frame import Session
 from experiments.phrases import COUNTS, stand_ins

@@ -26,8 +26,8 @@ from bench.record import Notes, millions, shown, table
 from eigentrace.demo.digits import relabel
 from eigentrace.errors import ConvergenceWarning
 from eigentrace.evaluate import retrieval
-from eigentrace.projected import ProjectedFit
-from eigentrace.report.curves import Curve, curves_svg
+from eigentrace.evaluate.curves import Curve, curves_svg
+from eigentrace.fits.eigen_fit import EigenFit
 from experiments.cifar import NUM_CLASSES, Images, load, needed
 from experiments.frame import Experiment, Part, Records, Session, main
 from experiments.models.kept import kept, name_of
@@ -165,14 +165,14 @@ METHODS: dict[str, Callable[[Question, et.Task], dict[str, Cell]]] = {
 }
 
 
-def _fit(method: et.Arnoldi, question: Question, task: et.Task) -> tuple[ProjectedFit, float]:
+def _fit(method: et.Arnoldi, question: Question, task: et.Task) -> tuple[EigenFit, float]:
     with warnings.catch_warnings():
         # The last of a hundred pairs is only counted; whether the ones that score have settled is in their cells.
         warnings.simplefilter("ignore", ConvergenceWarning)
         return with_seconds(lambda: method.fit(task, question.fitted_on), task.layout.device)
 
 
-def _cuts(question: Question, cut: Callable[[int], ProjectedFit], fit_seconds: float, **more: float) -> dict[str, Cell]:
+def _cuts(question: Question, cut: Callable[[int], EigenFit], fit_seconds: float, **more: float) -> dict[str, Cell]:
     found = {}
     for keep in KEEPS:
         fitted = cut(keep)

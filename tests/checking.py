@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import eigentrace as et
-from eigentrace.batch import length_of, select
-from eigentrace.compute import Compute
 from eigentrace.data import as_data
-from eigentrace.project import Job, Projection, project
-from eigentrace.rows import DenseRows, Rows, StackedRows, UnitRows
+from eigentrace.data.batch import length_of, select
+from eigentrace.projection import Job, Projection, project
+from eigentrace.projection.directions import DenseRows, Rows, StackedRows, UnitRows
+from eigentrace.projection.engine import Compute
 
 EXACT = 1e-10
 LAYERWISE = Compute(engine="layerwise")

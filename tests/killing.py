@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import eigentrace as et
-from eigentrace import iteration
+from eigentrace.krylov import resume as iteration
 from tests.runs import Points, model
 
 STEPS, ROWS, SHARD, BATCH = 20, 240, 16, 8

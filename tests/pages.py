@@ -17,8 +17,8 @@ import make_folders
 from eigentrace.demo.digits import load_digits, relabel
 from eigentrace.demo.inputs import CLASSES, new_digits
 from eigentrace.errors import ConvergenceWarning
-from eigentrace.inputs import Inputs, from_config, make_inputs
-from eigentrace.shown import Tensors
+from eigentrace.loading import Inputs, from_config, make_inputs
+from eigentrace.rendering import Tensors
 
 DIGITS = 200
 HOSTILE = (

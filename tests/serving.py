@@ -9,13 +9,13 @@ from urllib.parse import urlsplit
 
 from fastapi.testclient import TestClient
 
-from eigentrace.serve.app import make_app
+from eigentrace.page.app import make_app
 
 TOKEN = "a-token-for-tests-only"
 HEADERS = {"X-Token": TOKEN}
 STARTING = (
-    "import sys; from eigentrace.serve.launch import serve; "
-    "serve(sys.argv[1], port=0, token=sys.argv[2], on_start=lambda place: print(place.url, flush=True))"
+    "import sys; from eigentrace.page.server import run_server; "
+    "run_server(sys.argv[1], port=0, token=sys.argv[2], on_start=lambda place: print(place.url, flush=True))"
 )
 
 
@@ -50,7 +50,7 @@ class Started:
 
 @contextmanager
 def started(run):
-    """Start `eigentrace.serve.launch.serve` in a process of its own; it is killed in the end."""
+    """Start `eigentrace.page.server.run_server` in a process of its own; it is killed in the end."""
     command = [sys.executable, "-c", STARTING, str(run), TOKEN]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -6,9 +6,9 @@ import shlex
 import pytest
 
 from eigentrace import cli
-from eigentrace.decisions import Decisions
-from eigentrace.serve.answers import Answers
-from eigentrace.serve.subject import Subject
+from eigentrace.cleaning.decisions import Decisions
+from eigentrace.page.replies import Answers
+from eigentrace.page.subject import Subject
 from tests.worked import ROWS, build
 
 

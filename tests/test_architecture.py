@@ -3,77 +3,68 @@
 import ast
 import graphlib
 import json
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import eigentrace
+from eigentrace.disk.manifest import MANIFEST
+from eigentrace.fits.file_names import COORDINATES, EIGENPAIRS
+from eigentrace.store import folder, shards
 
 SOURCE = Path(eigentrace.__file__).parent
 
-# A room may import from its own tier and from those before it. The package itself re-exports what users write.
-TIERS = (
-    ("errors", "progress", "version"),
-    ("settings", "seal", "trial", "fallback", "ranks", "files", "chance"),
-    ("lock",),
-    ("compute",),
-    ("vector", "batch", "wide"),
-    ("casts",),
-    ("digest",),
-    ("data", "guard", "selection"),
-    ("task", "ready"),
-    ("products",),
-    ("compiled",),
-    ("curvature",),
-    ("probe", "basis"),
-    ("krylov",),
-    ("distill",),
-    ("factors", "forms"),
-    ("outer",),
-    ("rows",),
-    ("streams",),
-    ("project",),
-    ("kronecker",),
-    ("coordinates",),
-    ("artifact", "checkpoints"),
-    ("iteration",),
-    ("reliability",),
-    ("fitted",),
-    ("search",),
-    ("blocks", "shortlist", "saved"),
-    ("projected", "solved"),
-    ("ensemble", "callbacks", "backing", "augmented"),
-    ("methods",),
-    ("store", "terms", "decisions"),
-    ("candidates", "unchanged"),
-    ("explain", "cleaning"),
-    ("groups",),
-    ("run",),
-    ("scoring", "health"),
-    ("shown",),
-    ("inputs",),
-    ("exporting",),
-    ("__init__",),
-    ("evaluate", "demo", "report"),
-    ("serve",),
-    ("cli",),
-)
-TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
+DESIGN = Path(__file__).parent.parent / "docs/design.md"
+# Files beside the packages: what every module may import.
+LOOSE = ("__init__", "errors", "progress", "settings", "version")
+MOST_LOOSE = 6
 
 CORE_PACKAGES = {"eigentrace", "torch", "numpy", "safetensors", "pyarrow", "tqdm"}
-# An optional package may be imported by these rooms only.
+# An optional package may be imported by these packages only.
 EXTRAS = {
     "typer": ("cli",),
-    "fastapi": ("serve",),
-    "starlette": ("serve",),
-    "uvicorn": ("serve",),
-    "transformers": ("callbacks", "inputs"),
-    "PIL": ("inputs", "shown", "serve"),
+    "fastapi": ("page",),
+    "starlette": ("page",),
+    "uvicorn": ("page",),
+    "transformers": ("methods", "loading"),
+    "PIL": ("loading", "rendering", "page"),
+}
+
+# Two files may share a name where their packages say which is which.
+SAME_FILE_NAME = {
+    "checks": "what is checked of a task, and of a curvature product",
+    "columns": "columns on disk, and in the memory of a page",
+    "folder": "the directory of a run, and that of the demo",
+    "inputs": "what every way of loading ends with, and the demo's; runs of the demo name it",
+    "run": "a run, opened, and the demo's run",
+}
+# Names of other packages that are not public, and why each is used.
+PRIVATE = {
+    "_orig_mod": "the model inside of what torch.compile returns",
+    "_checkpoint_without_reentrant_generator": "how a frame of torch's checkpointing is recognised",
+    "_pack_padded_sequence": "the function by which packing shows itself to a function mode",
+    "_allow_non_fake_inputs": "make_fx meets the constants of a model",
+    "_valid_processor_keys": "an image processor's record of its keys, which is no setting",
+    "_replace": "public in named tuples",
+    "_fields": "public in named tuples",
+    **dict.fromkeys(("_data_files", "_indices_data_files", "_fingerprint", "_type"), "keys in files of `datasets`"),
 }
 
 MODULES = sorted(path for path in SOURCE.rglob("*.py"))
+
+
+def packages():
+    """The packages in the order in which they may import each other: a table of the design page, and nowhere else."""
+    text = DESIGN.read_text().split("## Modules, in import order")[1].split("\n## ")[0]
+    return re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)
+
+
+PACKAGES = packages()
+PLACE = {name: number for number, name in enumerate(PACKAGES)}
 
 
 def name_of(path):
@@ -85,14 +76,18 @@ def name_of(path):
 NAMES = {name_of(path) for path in MODULES}
 
 
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
 def imports(path):
     """Every module imported anywhere in a file, by its full name."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
-            # `from eigentrace import artifact` names a module, `from eigentrace.rows import Rows` something in one.
+            # `from eigentrace.data import batch` names a module, `from eigentrace.task.task import Task` a class.
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 yield full if full.removeprefix("eigentrace.") in NAMES else node.module
@@ -104,15 +99,53 @@ def own(path):
     return {rest[0] if rest else "__init__" for _, *rest in found}
 
 
-def room(name):
+def package(name):
     return name.split(".")[0]
 
 
+def test_the_design_page_lists_every_package():
+    parts = [path.relative_to(SOURCE).parts for path in MODULES]
+    assert max(map(len, parts)) == 2, "modules lie at most one folder deep"
+    assert len(PACKAGES) == len(set(PACKAGES))
+    assert set(PACKAGES) == {folder for folder, *rest in parts if rest}
+
+
+def test_every_public_name_has_a_home():
+    assert set(eigentrace._HOMES) == set(eigentrace.__all__)
+
+
+# Names of files that one module decides on, and where.
+FILE_NAMES = {
+    "store": (folder.WEIGHTS, folder.USER_COLUMNS, folder.TABLE, folder.REQUEST, folder.DECISIONS, folder.DECIDING),
+    "store.shards": (shards.RECORD,),
+    "disk.manifest": (MANIFEST,),
+    "fits.file_names": (EIGENPAIRS, COORDINATES),
+}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_run_one_way(path):
+def test_names_of_files_are_written_once(path):
     name = name_of(path)
-    assert room(name) in TIER, f"{name} has no place in the order: add its room to TIERS"
-    back = {other for other in own(path) if TIER[room(other)] > TIER[room(name)]}
+    known = {node.value for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant)}
+    for home, names in FILE_NAMES.items():
+        if name != home and not name.startswith(f"{home}."):
+            assert not known & set(names), f"{name} names a file that {home} names"
+
+
+def test_few_files_are_loose():
+    loose = sorted(path.stem for path in SOURCE.glob("*.py"))
+    assert loose == sorted(LOOSE)
+    assert len(loose) <= MOST_LOOSE
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_package_imports_only_packages_above_it(path):
+    name = name_of(path)
+    if name in LOOSE:  # the package itself re-exports what users write
+        assert name == "__init__" or {package(other) for other in own(path)} <= set(LOOSE)
+        return
+    here = PLACE[package(name)]
+    back = {other for other in own(path) if package(other) not in LOOSE and PLACE[package(other)] > here}
     assert not back, f"{name} imports {sorted(back)}, which come after it"
 
 
@@ -122,19 +155,55 @@ def test_no_circle_of_imports():
     assert set(graphlib.TopologicalSorter(graph).static_order()) >= graph.keys()
 
 
+def test_module_names_are_unique_where_their_packages_do_not_tell_them_apart():
+    stems = Counter(path.stem for path in MODULES if path.stem != "__init__")
+    assert {name for name, count in stems.items() if count > 1} == set(SAME_FILE_NAME)
+    assert not {stem for stem in stems if stem in PACKAGES} - {"task", "curvature", "krylov"}
+
+
+def test_no_public_name_in_two_packages():
+    homes = {}
+    for path in MODULES:
+        for node in parsed(path).body:
+            # Functions of the command line are named by their commands, which are those of the package.
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and package(name_of(path)) != "cli":
+                homes.setdefault(node.name, set()).add(package(name_of(path)))
+    twice = {name: found for name, found in homes.items() if len(found) > 1 and not name.startswith("_")}
+    assert not twice
+
+
+def test_private_names_of_other_packages_have_a_reason():
+    used, ours = set(), set()
+    for path in MODULES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                ours.add(node.name)
+            elif isinstance(node, ast.Name):
+                ours.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                (ours if isinstance(node.ctx, ast.Store) else used).add(node.attr)
+            elif isinstance(node, ast.ImportFrom):
+                used.update(part for part in node.module.split("."))
+                used.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.keyword | ast.arg):
+                used.add(node.arg)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                used.add(node.value)
+    private = {name for name in used - ours if name and re.fullmatch(r"_[a-zA-Z]\w*", name)}
+    assert private == set(PRIVATE)
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_packages_from_outside(path):
     name = name_of(path)
     outside = {imported.split(".")[0] for imported in imports(path)} - sys.stdlib_module_names
-    allowed = CORE_PACKAGES | {package for package, only in EXTRAS.items() if room(name) in only}
+    allowed = CORE_PACKAGES | {extra for extra, only in EXTRAS.items() if package(name) in only}
     assert outside <= allowed, f"{name} imports {sorted(outside - allowed)}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_rooms_are_small(path):
-    tree, lines = ast.parse(path.read_text()), path.read_text().count("\n")
-    assert lines <= 400, f"{name_of(path)} has {lines} lines"
-    for node in ast.walk(tree):
+def test_functions_fit_a_screen(path):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = node.end_lineno - node.lineno + 1
             assert length <= 60, f"{name_of(path)}.{node.name} has {length} lines"
@@ -142,9 +211,9 @@ def test_rooms_are_small(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_library_code_never_prints_or_asserts(path):
-    if room(name_of(path)) == "cli":
+    if package(name_of(path)) == "cli":
         pytest.skip("the command line owns the terminal")
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         assert not isinstance(node, ast.Assert), f"{name_of(path)}:{node.lineno} asserts: raise an error that says more"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id != "print", f"{name_of(path)}:{node.lineno} prints"

@@ -21,7 +21,6 @@ from torch.utils.data import (
 )
 
 import eigentrace as et
-from eigentrace import selection
 from eigentrace.errors import (
     DataError,
     DeterminismError,
@@ -31,6 +30,7 @@ from eigentrace.errors import (
     TaskError,
     UnsupportedError,
 )
+from eigentrace.task import parameters as selection
 from small import CHEAP, cross_entropy, examples, fit, net, table
 
 # --- the loss ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eigentrace.basis import Basis, Vectors, in_pieces, thirds
+from eigentrace.krylov.vectors import Basis, Vectors, in_pieces, thirds
 
 SIZE = 5003  # no multiple of anything that rows or chunks are aligned to
 
@@ -38,8 +38,8 @@ def check_products(vectors, count):
 @pytest.mark.parametrize("chunk", [1 << 24, 300])
 def test_products_keep_the_digits_of_float32(monkeypatch, split, chunk):
     for name in ("_CHUNK_NUMBERS", "_PACKED_NUMBERS"):
-        monkeypatch.setattr(f"eigentrace.basis.{name}", chunk)
-    monkeypatch.setattr("eigentrace.basis._PIECE", 128)
+        monkeypatch.setattr(f"eigentrace.krylov.vectors.{name}", chunk)
+    monkeypatch.setattr("eigentrace.krylov.vectors._PIECE", 128)
     vectors = held(9, split=split)
     check_products(vectors, 9)
     check_products(vectors, 4)
@@ -49,7 +49,7 @@ def test_products_keep_the_digits_of_float32(monkeypatch, split, chunk):
 @pytest.mark.parametrize("chunk", [1 << 24, 300])
 def test_mixing_in_place_is_combining(monkeypatch, split, chunk):
     for name in ("_CHUNK_NUMBERS", "_PACKED_NUMBERS"):
-        monkeypatch.setattr(f"eigentrace.basis.{name}", chunk)
+        monkeypatch.setattr(f"eigentrace.krylov.vectors.{name}", chunk)
     vectors = held(9, split=split)
     coefficients = torch.randn(4, 7)
     exact, untouched = vectors.combine(coefficients), vectors.store[4:].clone()
@@ -71,7 +71,7 @@ def test_parts_of_a_long_vector_are_aligned():
 
 
 def test_pieces_and_their_rest_add_up(monkeypatch):
-    monkeypatch.setattr("eigentrace.basis._PIECE", 64)
+    monkeypatch.setattr("eigentrace.krylov.vectors._PIECE", 64)
     for width in (10, 64, 640, 1000):
         a, b = torch.randn(3, width).bfloat16(), torch.randn(2, width).bfloat16()
         assert torch.allclose(in_pieces(a, b), a.double() @ b.double().T, atol=1e-4)
@@ -113,7 +113,7 @@ def test_rows_that_are_too_many_numbers_are_multiplied_in_blocks(monkeypatch, co
         vectors.put(index, row)
     w, one, many = torch.randn(1000).double(), torch.randn(count).double(), torch.randn(3, count).double()
     sizes = []
-    monkeypatch.setattr("eigentrace.basis._MOST_NUMBERS", 2500)
+    monkeypatch.setattr("eigentrace.krylov.vectors._MOST_NUMBERS", 2500)
     blocks = vectors._blocks
     monkeypatch.setattr(vectors, "_blocks", lambda count: [sizes.append(b.stop - b.start) or b for b in blocks(count)])
     torch.testing.assert_close(vectors.dots(count, w), rows[:count] @ w)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eigentrace.batch import length_of, map_tensors, select, split, tensors_of, to_device, to_double
+from eigentrace.data.batch import length_of, map_tensors, select, split, tensors_of, to_device, to_double
 from eigentrace.errors import DataError
 
 Pair = namedtuple("Pair", ["x", "y"])

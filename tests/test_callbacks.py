@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import eigentrace as et
-from eigentrace import artifact
 from eigentrace.errors import EigentraceWarning, InputError, MismatchError, NumericalError
+from eigentrace.methods import loss_history
 from small import cross_entropy, examples, net
 
 
@@ -181,13 +181,13 @@ def test_a_record_of_other_data_is_refused(tmp_path):
 
 def test_processes_that_begin_at_the_same_moment_share_a_record(tmp_path, monkeypatch):
     """As under torchrun: another process makes the directory after this one has seen that there is none."""
-    write = artifact.write
+    write = loss_history.write_directory
 
     def late(path, manifest, files):
         write(path, manifest, files)
         write(path, manifest, files)
 
-    monkeypatch.setattr(artifact, "write", late)
+    monkeypatch.setattr(loss_history, "write_directory", late)
     tracker = et.LossTracker(et.classification, examples(), tmp_path / "losses")
     monkeypatch.undo()
     assert tracker.record(net(), 1)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import eigentrace as et
-from eigentrace.explain import EXACT, KEPT, RESCORED
+from eigentrace.runs.explain import EXACT, KEPT, RESCORED
 from tests.runs import Points, model
 
 ROWS, KEPT_DIRECTIONS = 120, 4
@@ -66,7 +66,7 @@ def dense(fitted):
     for x, y in (Doubles(ROWS)[row] for row in range(ROWS)):
         loss = nn.functional.cross_entropy(net(x[None]), torch.tensor([y]))
         gradients.append(torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(net.parameters()))]))
-    G = fitted.distilled.directions[:KEPT_DIRECTIONS].double()
+    G = fitted.eigenpairs.directions[:KEPT_DIRECTIONS].double()
     inside = G.T @ G
     weights = 1 / (fitted.spectrum.eigenvalues.double().clamp_min(0) + fitted.delta)
     tail = (torch.eye(len(inside), dtype=torch.float64) - inside) / fitted.delta

@@ -7,8 +7,8 @@ from torch import nn
 from torch.func import grad, jvp, vmap
 
 import eigentrace as et
-from eigentrace.casts import SeenCasts
-from eigentrace.products import Form
+from eigentrace.curvature.products import Differentiation
+from eigentrace.task.autocast import SeenCasts
 from models import CASES
 from test_products import in_float, make, product, relative
 
@@ -107,7 +107,7 @@ def test_forward_over_reverse_in_bfloat16(name, kind, device):
     task, batch = in_float(make(name))
     task = et.Task(task.model.to(device), outputs=task._outputs, output_loss=task._output_loss)
     batch, v = task.place(batch), torch.randn(task.layout.numel, device=device)
-    full, half = (product(task, batch, v, kind, Form.FORWARD, p) for p in ("fp32", "bf16"))
+    full, half = (product(task, batch, v, kind, Differentiation.FORWARD, p) for p in ("fp32", "bf16"))
     assert 0 < relative(half, full) < 0.1
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import eigentrace as et
-from eigentrace.chance import generator_of
 from eigentrace.demo.digits import relabel
+from eigentrace.numeric.seeding import generator_of
 
 
 @pytest.mark.parametrize("seed", [0, 1, 12345])

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import eigentrace as et
-from eigentrace.checkpoints import Checkpoint, find_checkpoints
 from eigentrace.errors import EigentraceWarning, InputError, MismatchError
+from eigentrace.task.checkpoints import Checkpoint, find_checkpoints
 from small import examples, fit, net, table
 
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eigentrace as et
-from eigentrace.cleaning import clean, find_label_issues
+from eigentrace.cleaning.export import export
+from eigentrace.cleaning.thresholds import clean, find_label_issues
 from eigentrace.errors import EigentraceWarning, InputError
-from eigentrace.exporting import export
 from small import examples, fit, table
 from tables import Columns, noisy
 

@@ -9,8 +9,8 @@ import pytest
 
 from eigentrace import __version__, cli
 from eigentrace.cli import commands
+from eigentrace.demo.report import MethodRow
 from eigentrace.errors import InputError
-from eigentrace.report import MethodRow
 
 
 def run(monkeypatch, *arguments):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from eigentrace import cli
-from eigentrace.decisions import Decisions
+from eigentrace.cleaning.decisions import Decisions
 from tests.test_worked_example import check_cleaned, shape
 from tests.worked import build, commands
 
@@ -314,6 +314,59 @@ def test_settings_from_a_file_and_options_on_top(place, call, answer):
     assert answer("score runs/x")[1]["shards"] == 3
     (place / "bad.toml").write_text('[input]\nfunction = "mine.py:make"\n[fit]\nstep = 20\n')
     assert "did you mean steps" in call("fit runs/y --config bad.toml")[2]
+
+
+METHODS = {
+    "tracin": ("--method tracin", "TracIn", True),
+    "random projections": ("--method rand-proj --keep 4", "RandProj", True),
+    "lissa": ("--method Lissa --set depth=3 --set scale=50", "Lissa", False),
+    "rates": ("--method TracIn --set learning_rates=0.5", "TracIn", True),
+    "loss": ("--method loss", "Loss", False),
+    "support": ("--method support", "Support", False),
+}
+
+
+@pytest.mark.parametrize(("options", "name", "saved"), METHODS.values(), ids=METHODS)
+def test_other_methods(options, name, saved, place, call, answer):
+    code, fitted = answer(f"fit runs/x --input mine.py:make {options}")
+    assert (code, fitted["method"]["name"], fitted["fit"] is not None) == (0, name, saved)
+    assert call("info runs/x")[1].endswith("nothing is scored yet.\nNext: eigentrace score runs/x\n")
+    assert call("score runs/x --shard-rows 16")[0] == 0
+    info = answer("info runs/x")[1]
+    assert (info["method"], info["missing"]) == (name, 0)
+    told = call("info runs/x")[1].partition("Next: ")[2].splitlines()
+    for command in told[:-1]:  # the last one writes a file
+        assert call(command.strip().removeprefix("eigentrace "))[0] == 0
+    assert (len(told) == 1) == (name in ("Loss", "Support"))
+    shard = sorted((place / "runs" / "x" / "shards").iterdir())[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert call("check runs/x --repair")[0] == 0
+    assert answer("info runs/x")[1] == info
+    before = files(place / "runs" / "x")
+    assert call(f"fit runs/x --input mine.py:make {options}")[0] == 0
+    assert "method is" in call("fit runs/x --input mine.py:make --method tangent-ridge")[2]
+    assert files(place / "runs" / "x") == before
+
+
+def test_methods_and_their_settings_are_told_apart(place, call):
+    for words, message in {
+        "--method tracing": "There is no method 'tracing'; did you mean TracIn?",
+        "--method tracin --steps 3": "unknown setting 'steps' in [fit]",
+        "--method meanloss": "MeanLoss needs checkpoints",
+        "--set basis=1": "unknown setting 'basis' in [fit]",
+        "--method lissa --set depth": "--set takes name=value",
+        "--keep 5 --set keep=10": "both give keep",
+    }.items():
+        code, _, err = call(f"fit runs/x --input mine.py:make {words}")
+        assert (code, " ".join(message.split()) in " ".join(err.replace("│", " ").split())) == (2, True), err
+    assert not (place / "runs").exists()
+    rates = "fit runs/z --input mine.py:make --method tracin --set learning_rates="
+    assert "learning_rates must be a list of numbers" in call(f"{rates}fast")[2]
+    assert "Got 2 learning_rates for 1 checkpoints" in call(f"{rates}0.5 --set learning_rates=0.1")[2]
+    assert call("fit runs/x --input mine.py:make --method tracin")[0] == 0
+    assert 'method is "TracIn" there and "Arnoldi" here' in call("fit runs/x --input mine.py:make")[2]
+    assert call("fit runs/y --input mine.py:make --steps 8 --keep 3")[0] == 0
+    assert call("fit runs/y --input mine.py:make --method arnoldi --steps 8 --keep 3")[0] == 0
 
 
 @pytest.mark.filterwarnings("default")

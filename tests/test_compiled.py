@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import eigentrace as et
-from eigentrace import compiled
-from eigentrace.compiled import CompiledProduct, _bounds, _longest_repeat, pays, signature
-from eigentrace.curvature import Curvature, compiling_pays
+from eigentrace.curvature import compiled
+from eigentrace.curvature.compiled import CompiledProduct, _bounds, _longest_repeat, pays, signature
+from eigentrace.curvature.operator import Curvature, compiling_pays
+from eigentrace.curvature.products import Differentiation, product_of
 from eigentrace.data import as_data
 from eigentrace.errors import EigentraceWarning, InputError
-from eigentrace.products import Form, product_of
 from models import CASES
 
 
@@ -60,7 +60,7 @@ def deep(layers, sizes=(4, 4, 2), dtype=torch.float64):
 
 
 @pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
-@pytest.mark.parametrize("form", [Form.DUAL, Form.REVERSE])
+@pytest.mark.parametrize("form", [Differentiation.DUAL, Differentiation.REVERSE])
 @pytest.mark.parametrize("name", CASES)
 def test_the_traced_product_is_the_product(cases, uncompiled, name, kind, form):
     case = cases[name]
@@ -205,7 +205,7 @@ def test_opaque_batches_are_not_compiled(uncompiled):
 
     model = nn.Linear(3, 2)
     task = et.Task(model, lambda m, batch: m(batch[0].x).square().sum(dim=1))
-    product = CompiledProduct(product_of("hessian", Form.DUAL, "fp32"), None, torch.float32)
+    product = CompiledProduct(product_of("hessian", Differentiation.DUAL, "fp32"), None, torch.float32)
     tangents = {name: torch.ones_like(p) for name, p in task.params.items()}
     with task.session():
         for _ in range(2):

@@ -7,9 +7,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from eigentrace.compute import Compute
 from eigentrace.errors import InputError, UnsupportedError
-from eigentrace.project import Job, project
+from eigentrace.projection import Job, project
+from eigentrace.projection.engine import Compute
 
 CPU = torch.device("cpu")
 

@@ -5,11 +5,11 @@ import torch
 
 import eigentrace as et
 from checking import one_at_a_time
-from eigentrace.compute import Compute
-from eigentrace.coordinates import Coordinates, gather
 from eigentrace.data import as_data
 from eigentrace.errors import InputError, MismatchError
-from eigentrace.rows import DenseRows
+from eigentrace.fits.tail_coordinates import Coordinates, gather
+from eigentrace.projection.directions import DenseRows
+from eigentrace.projection.engine import Compute
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def found(cases):
     """Coordinates of a small model, its gradients, and eight directions of its curvature."""
     case = cases["mlp"]
     fitted = et.Arnoldi(steps=100, keep=8, sample=None).fit(case.task, case.batches)
-    directions = DenseRows(fitted.distilled.directions, case.task.layout)
+    directions = DenseRows(fitted.eigenpairs.directions, case.task.layout)
     with case.task.session():
         coordinates = gather(case.task, as_data(case.batches), directions, torch.arange(8), 15, Compute())
     return coordinates, one_at_a_time(case.task, case.batches)[0], directions.matrix

@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from eigentrace.curvature import Curvature, working_form
+from eigentrace.curvature.checks import check_curvature
+from eigentrace.curvature.operator import Curvature, working_form
+from eigentrace.curvature.products import Differentiation, hessian_forward
 from eigentrace.data import as_data
 from eigentrace.errors import PrecisionWarning, UnsupportedError
-from eigentrace.probe import check_curvature
-from eigentrace.products import Form, hessian_forward
 from models import CASES, dense_hessian
 
 # Two float64 derivations of the same matrix differ by rounding only.
@@ -26,7 +26,7 @@ def relative(a, b):
 
 
 @pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("form", list(Differentiation))
 @pytest.mark.parametrize("name", CASES)
 def test_matvec_matches_dense_matrix(cases, name, kind, form):
     case = cases[name]
@@ -128,8 +128,8 @@ def test_falls_back_to_double_backward_without_forward_mode():
     curvature = Curvature(et.classification(without), as_data([batch]), None)
     v = torch.randn(curvature.task.layout.numel, dtype=torch.float64)
     with curvature.task.session():
-        assert working_form(curvature, batch) is Form.REVERSE
-        found = dataclasses.replace(curvature, form=Form.REVERSE).matvec(v)
+        assert working_form(curvature, batch) is Differentiation.REVERSE
+        found = dataclasses.replace(curvature, form=Differentiation.REVERSE).matvec(v)
     reference = et.classification(Reference())
     with reference.session():
         expected = Curvature(reference, as_data([batch]), None).matvec(v)
@@ -197,7 +197,7 @@ def test_bags_of_embeddings_match_dense_matrices(mode, weighted, padding):
     }
     V = torch.randn(3, task.layout.numel, dtype=torch.float64)
     for kind, H in dense.items():
-        for form in Form:
+        for form in Differentiation:
             curvature = Curvature(task, data, None, kind, form=form)
             with task.session():
                 assert relative(torch.stack([curvature.matvec(v) for v in V]), V @ H) < EXACT
@@ -247,7 +247,7 @@ def test_a_large_sample_streams_and_gives_the_same(cases, monkeypatch):
     v = torch.randn(case.task.layout.numel, dtype=torch.float64)
     with case.task.session():
         held = Curvature(case.task, as_data(case.batches), None).matvec(v)
-        monkeypatch.setattr("eigentrace.curvature.HELD_EXAMPLES", 3)
+        monkeypatch.setattr("eigentrace.curvature.operator.HELD_EXAMPLES", 3)
         streamed = Curvature(case.task, as_data(case.batches), None).matvec(v)
     assert torch.equal(held, streamed)
 
@@ -278,8 +278,8 @@ def test_several_outputs_work_forward_and_are_refused_backward():
 
     batch = torch.randn(5, 3)
     task = et.Task(Two(), outputs=lambda m, b: m(b), output_loss=output_loss)
-    curvature = Curvature(task, et.Data.from_batches([batch]), None, "gauss-newton", form=Form.FORWARD)
+    curvature = Curvature(task, et.Data.from_batches([batch]), None, "gauss-newton", form=Differentiation.FORWARD)
     with task.session():
         assert curvature.matvec(torch.ones(task.layout.numel)).isfinite().all()
         with pytest.raises(UnsupportedError, match="outputs of type tuple need forward mode"):
-            dataclasses.replace(curvature, form=Form.REVERSE).matvec(torch.ones(task.layout.numel))
+            dataclasses.replace(curvature, form=Differentiation.REVERSE).matvec(torch.ones(task.layout.numel))

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, Subset, TensorDataset
 
 import eigentrace as et
-import eigentrace.data.rows
-from eigentrace.batch import tensors_of
+import eigentrace.data.row_numbers
 from eigentrace.data import Data, as_data
+from eigentrace.data.batch import tensors_of
 from eigentrace.errors import DataError
 from small import cross_entropy, examples, fit, net
 
@@ -198,7 +198,7 @@ def test_a_hundred_million_rows_take_no_memory(workers):
 
 
 def test_samples_of_very_many_rows_favour_none(monkeypatch):
-    monkeypatch.setattr(eigentrace.data.rows, "_PERMUTED", 10)
+    monkeypatch.setattr(eigentrace.data.row_numbers, "_PERMUTED", 10)
     data = Data(TensorDataset(torch.zeros(40, 1)))
     draws = np.stack([data.sample(10, torch.Generator().manual_seed(seed)) for seed in range(2000)])
     assert (np.diff(draws) > 0).all()

@@ -10,9 +10,9 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from eigentrace import decisions as module
-from eigentrace.cleaning import clean
-from eigentrace.decisions import Decisions, for_csv
+from eigentrace.cleaning import decisions as module
+from eigentrace.cleaning.decisions import Decisions, for_csv
+from eigentrace.cleaning.thresholds import clean
 from eigentrace.errors import EigentraceWarning, InputError, MismatchError, StorageError
 from tables import Columns, noisy
 

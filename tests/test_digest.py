@@ -11,7 +11,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from eigentrace.data import Data, as_data
-from eigentrace.digest import digest, digest_rows, digests
+from eigentrace.data.digest import digest, digest_rows, digests
 from eigentrace.errors import DataError
 from small import examples
 

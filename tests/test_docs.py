@@ -1,5 +1,7 @@
 """The README's code runs, and what the documents name exists."""
 
+import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -83,6 +85,8 @@ def test_every_method_is_in_the_design_page():
 def test_every_setting_has_help():
     """A field's help is the string beneath it, from which reference pages are made."""
     for path in (ROOT / "src" / "eigentrace" / "methods").glob("*.py"):
-        fields = re.findall(r"^    (\w+): [^\n(]+( = [^\n]+)?\n(    \"\"\")?", path.read_text(), re.MULTILINE)
-        for field, _, help_line in fields:
-            assert help_line, f"{path.name}: {field} has no help beneath it"
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and "fit" in {getattr(item, "name", None) for item in node.body}:
+                for field, after in itertools.pairwise(node.body):
+                    helped = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                    assert not isinstance(field, ast.AnnAssign) or helped, f"{path.name}: {ast.unparse(field)}"

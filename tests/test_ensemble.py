@@ -155,9 +155,9 @@ def test_what_is_refused(task, batch):
         et.Ensemble.fit(et.TracIn(states()), task, batch, checkpoints=states())
     with pytest.raises(InputError, match="takes a method, then a Task"):
         et.Ensemble.fit(ARNOLDI, task.model, batch, checkpoints=states())
-    with pytest.raises(UnsupportedError, match="no spectrum of its own"):
+    with pytest.raises(UnsupportedError, match="Ensemble has no spectrum"):
         _ = et.Ensemble([ARNOLDI.fit(task, batch)]).spectrum
-    with pytest.raises(UnsupportedError, match="keeps no rows"):
+    with pytest.raises(UnsupportedError, match="Ensemble keeps no directions"):
         _ = et.Ensemble([et.Loss().fit(task, batch)]).weights
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import eigentrace as et
-import eigentrace.explain as explaining
+import eigentrace.runs.explain as explaining
 from eigentrace.errors import InputError, UnsupportedError
-from eigentrace.explain import EXACT, KEPT, RESCORED, STORED
+from eigentrace.runs.explain import EXACT, KEPT, RESCORED, STORED
 from tests.runs import Points, data, fit, model, task
 
 QUERIES = [3, 17, 0]

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eigentrace import exporting
-from eigentrace.cleaning import clean
+from eigentrace.cleaning import export as exporting
+from eigentrace.cleaning.export import export
+from eigentrace.cleaning.thresholds import clean
 from eigentrace.errors import DataError, InputError, MismatchError, StorageError, UnsupportedError
-from eigentrace.exporting import export
 from small import table
 from tables import Columns
 

@@ -99,7 +99,7 @@ DAMAGE = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damaged_shards_are_named_and_only_they_are_scored_again(name, run):
     damage, words = DAMAGE[name]
-    shards = [run.folder.record.file(shard) for shard in run.shards]
+    shards = [run.folder.record.file(shard) for shard in run.reader.shards]
     before = {path: {name: tensor.clone() for name, tensor in load_file(path).items()} for path in shards}
     times = {path: path.stat().st_mtime_ns for path in shards}
     damage(shards[1])
@@ -130,7 +130,7 @@ def test_a_lost_record_is_made_again_from_the_shards(run):
 
 
 def test_a_shard_that_lies_about_itself_is_not_taken_back(run):
-    flip(run.folder.record.file(run.shards[2]))
+    flip(run.folder.record.file(run.reader.shards[2]))
     (run.path / "shards.json").unlink()
     found = et.check(run.path, repair=True)
     assert found.num_missing == 16
@@ -139,7 +139,7 @@ def test_a_shard_that_lies_about_itself_is_not_taken_back(run):
 
 
 def test_reading_a_damaged_shard_says_what_to_do(run):
-    path = run.folder.record.file(run.shards[0])
+    path = run.folder.record.file(run.reader.shards[0])
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(StorageError, match="eigentrace check RUN"):
         et.open_run(run.path).column("loss")
@@ -199,7 +199,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 import numpy as np
 from eigentrace.errors import StorageError
-from eigentrace.serve.journal import Journal
+from eigentrace.page.journal import Journal
 try:
     Journal(Path(sys.argv[1]), 3, "x").decide(np.array([1]), "drop")
 except StorageError as error:
@@ -236,7 +236,7 @@ def test_a_disk_that_really_is_full(tmp_path):
 WRITER = """
 import sys, time
 from pathlib import Path
-from eigentrace.lock import locked
+from eigentrace.disk.lock import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from eigentrace.disk.atomic import appearing, replacing
 from eigentrace.errors import StorageError
-from eigentrace.files import appearing, replacing
 
 
 @pytest.mark.parametrize("writing", [appearing, replacing])

@@ -5,10 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eigentrace.factors import Dense, OneHot, Windows, rotated, token_products
-from eigentrace.forms import Direct, Written
-from eigentrace.outer import Outer, square_norms
-from eigentrace.wide import times, wide, wide_type
+from eigentrace.gradients.layer_gradients import Direct, Written
+from eigentrace.gradients.outer_products import Dense, OneHot, Outer, Windows, rotated, square_norms, token_products
+from eigentrace.numeric.accumulate import times, wide, wide_type
 
 any_shape = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 B, T, L, R, VOCABULARY = 3, 4, 2, 5, 6

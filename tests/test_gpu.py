@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import eigentrace as et
-from eigentrace.basis import Vectors
-from eigentrace.curvature import Curvature, working_form
+from eigentrace.curvature.operator import Curvature, working_form
+from eigentrace.curvature.products import Differentiation
 from eigentrace.data import as_data
 from eigentrace.errors import TaskError
-from eigentrace.products import Form
-from eigentrace.project import Job, project
-from eigentrace.rows import DenseRows
+from eigentrace.krylov.vectors import Vectors
+from eigentrace.projection import Job, project
+from eigentrace.projection.directions import DenseRows
 from models import CASES, make
 
 pytestmark = [
@@ -82,7 +82,7 @@ def test_bf16_products_are_close_and_need_no_second_backward(name, kind):
     with task.session():
         full, half = (dataclasses.replace(c, form=working_form(c, batch)) for c in (full, half))
         exact, first = full.matvec(v), half.matvec(v)
-        assert half.form is Form.DUAL or name == "recurrent"  # LSTM cells have no forward mode on a GPU
+        assert half.form is Differentiation.DUAL or name == "recurrent"  # LSTM cells have no forward mode on a GPU
         assert (first - exact).norm() < 0.1 * exact.norm()
         # Autocast's cache of cast weights once grew with every product.
         held = torch.cuda.memory_allocated()
@@ -95,7 +95,7 @@ def test_bf16_products_are_close_and_need_no_second_backward(name, kind):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_vectors_keep_the_digits_of_float32(monkeypatch, dtype, place):
     for chunk in ("_CHUNK_NUMBERS", "_PACKED_NUMBERS"):
-        monkeypatch.setattr(f"eigentrace.basis.{chunk}", 1 << 17)
+        monkeypatch.setattr(f"eigentrace.krylov.vectors.{chunk}", 1 << 17)
     size = 70_001
     vectors = Vectors(20, torch.zeros(size, device="cuda"), et.Basis(dtype=dtype, place=place))
     for i in range(20):
@@ -240,7 +240,7 @@ def test_rows_stream_from_host_memory(monkeypatch):
     task, batch = et.classification(network().cuda()), images(64)
     matrix = torch.randn(9, task.layout.numel)
     expected = projected(task, batch, DenseRows(matrix.cuda(), task.layout))
-    monkeypatch.setattr("eigentrace.streams._SHARE", 0.0)
+    monkeypatch.setattr("eigentrace.projection.streamed._SHARE", 0.0)
     for host in (matrix, matrix.pin_memory()):
         rows = DenseRows(host, task.layout)
         with task.session():

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from eigentrace.cleaning import clean
+from eigentrace.cleaning.thresholds import clean
 from eigentrace.errors import EigentraceWarning, InputError
-from eigentrace.groups import groups
+from eigentrace.runs.groups import groups
 from tables import Columns, noisy
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import eigentrace as et
-from eigentrace.guard import prepared
+from eigentrace.task.session import prepared
 from small import cross_entropy, examples, fit, net
 
 METHODS = {

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
-from eigentrace.curvature import Curvature
+from eigentrace.curvature.operator import Curvature
 from eigentrace.data import as_data
-from eigentrace.project import Job, project
-from eigentrace.project.forward import forward
-from eigentrace.project.reverse import one_by_one
-from eigentrace.rows import DenseRows
+from eigentrace.projection import Job, project
+from eigentrace.projection.directions import DenseRows
+from eigentrace.projection.forward import forward
+from eigentrace.projection.reverse import one_by_one
 
 transformers = pytest.importorskip("transformers")
 

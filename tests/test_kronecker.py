@@ -6,11 +6,11 @@ from torch import nn
 
 import eigentrace as et
 from checking import Net, gap, numbers, one_at_a_time, wavy, weight
-from eigentrace import kronecker
-from eigentrace.compute import Compute
 from eigentrace.data import as_data
-from eigentrace.kronecker import eigenbases, energies, estimates, leading
-from eigentrace.rows import DenseRows, matrix_shape
+from eigentrace.fits import kronecker
+from eigentrace.fits.kronecker import eigenbases, energies, estimates, leading
+from eigentrace.projection.directions import DenseRows, matrix_shape
+from eigentrace.projection.engine import Compute
 
 
 def forward(self, tokens, image):

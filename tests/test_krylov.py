@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from eigentrace.errors import InputError, NumericalError
-from eigentrace.krylov import Basis, Ending, arnoldi, lanczos, ritz
+from eigentrace.krylov.iterate import Ending, arnoldi, lanczos, ritz
+from eigentrace.krylov.vectors import Basis
 
 ITERATIONS = [arnoldi, lanczos]
 

@@ -22,12 +22,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from eigentrace import iteration
-from eigentrace.curvature import Curvature
+from eigentrace.curvature.operator import Curvature
+from eigentrace.disk.lock import locked
 from eigentrace.errors import InputError, MismatchError
-from eigentrace.iteration import opened
-from eigentrace.krylov import Basis, arnoldi, lanczos, ritz
-from eigentrace.lock import locked
+from eigentrace.krylov import resume as iteration
+from eigentrace.krylov.iterate import arnoldi, lanczos, ritz
+from eigentrace.krylov.resume import opened
+from eigentrace.krylov.vectors import Basis
 from small import examples, table
 
 pytestmark = pytest.mark.filterwarnings("ignore::eigentrace.errors.ConvergenceWarning")

@@ -23,7 +23,7 @@ def together(code: str, *argv: object, count: int = 4) -> list[int]:
 def test_one_of_several_processes_makes_a_file_and_leaves_nothing_else(tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from bench.files import made_once\n"
-        "from eigentrace.files import replacing\n"
+        "from eigentrace.disk.atomic import replacing\n"
         "path = Path(sys.argv[1])\n"
         "def make():\n"
         "    with (path.parents[1] / 'makers').open('a') as file: file.write('made\\n')\n"

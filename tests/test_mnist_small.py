@@ -71,7 +71,7 @@ def test_the_task_has_the_penalty_the_network_is_trained_with(digits):
     fitted = et.ExactHessian(damping=1e-8).fit(task, (images, labels))
     direction = torch.randn(task.layout.numel, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     values = fitted.spectrum.eigenvalues - 1e-8
-    expected = (values * (fitted.distilled.directions @ direction).square()).sum()
+    expected = (values * (fitted.eigenpairs.directions @ direction).square()).sum()
 
     names = [name for name, _ in model.named_parameters()]
     gradients = torch.autograd.grad(

@@ -9,10 +9,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import eigentrace as et
-from eigentrace.curvature import Curvature, Form
+from eigentrace.curvature.checks import check_curvature
+from eigentrace.curvature.operator import Curvature
+from eigentrace.curvature.products import Differentiation
 from eigentrace.data import as_data
 from eigentrace.errors import DeterminismError, NumericalError, PrecisionWarning, TaskError
-from eigentrace.probe import check_curvature, check_task
+from eigentrace.task.checks import check_task
 from small import cross_entropy, examples, net
 
 
@@ -91,8 +93,8 @@ def test_the_form_that_works_is_settled():
             return g * ctx.saved_tensors[0].cos()
 
     task = et.Task(net(), lambda m, b: cross_entropy(lambda x: NoForwardMode.apply(m(x)), b))
-    assert checked(curvature_of(et.classification(net()))).form is Form.DUAL
-    assert checked(curvature_of(task)).form is Form.REVERSE
+    assert checked(curvature_of(et.classification(net()))).form is Differentiation.DUAL
+    assert checked(curvature_of(task)).form is Differentiation.REVERSE
 
 
 def test_noise_that_only_derivatives_see():

@@ -8,9 +8,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import eigentrace as et
-from eigentrace.curvature import Curvature, working_form
+from eigentrace.curvature.operator import Curvature, working_form
+from eigentrace.curvature.products import Differentiation, product_of
 from eigentrace.data import as_data
-from eigentrace.products import Form, gradient, product_of
+from eigentrace.task.derivatives import gradient
 from models import CASES, make
 
 
@@ -18,7 +19,7 @@ def relative(a, b):
     return float((a - b).norm() / b.norm())
 
 
-def product(task, batch, v, kind="gauss-newton", form=Form.DUAL, precision="fp32"):
+def product(task, batch, v, kind="gauss-newton", form=Differentiation.DUAL, precision="fp32"):
     with task.session():
         found = product_of(kind, form, precision)(task, task.params, task.layout.unflatten(v), batch)
     return task.layout.flatten(found)
@@ -137,7 +138,7 @@ def test_the_hessian_of_weight_norm_is_the_difference_of_gradients(norm, dim):
             for sign in (1, -1)
         )
     expected = (ahead - behind) / (2 * step)
-    for form in Form:
+    for form in Differentiation:
         assert relative(product(task, batch, v, "hessian", form), expected) < 1e-8
 
 
@@ -145,7 +146,7 @@ def test_outputs_that_do_not_depend_on_the_parameters():
     task = et.Task(
         nn.Linear(3, 2), outputs=lambda m, b: torch.zeros(len(b), 2), output_loss=lambda o, b: o.square().sum(dim=1)
     )
-    for form in (Form.DUAL, Form.FORWARD):
+    for form in (Differentiation.DUAL, Differentiation.FORWARD):
         assert not product(task, torch.randn(5, 3), torch.ones(task.layout.numel), form=form).any()
 
 

@@ -6,7 +6,7 @@ from scipy import stats
 
 from eigentrace.errors import InputError
 from eigentrace.evaluate import pearson, spearman
-from eigentrace.ranks import Ranking, correlation
+from eigentrace.numeric.rank_correlation import RowRanks, correlation
 
 
 @st.composite
@@ -24,10 +24,10 @@ def tables(draw):
 @given(tables())
 def test_ranks_agree_with_scipy(drawn):
     a, _, counts = drawn
-    np.testing.assert_array_equal(Ranking(a).ranks(), stats.rankdata(a, axis=1))
+    np.testing.assert_array_equal(RowRanks(a).ranks(), stats.rankdata(a, axis=1))
     # A column that counts n times has the rank that n copies of it have.
     expected = stats.rankdata(np.repeat(a, counts, axis=1), axis=1)
-    found = np.repeat(Ranking(a).ranks(counts.astype(float)), counts, axis=1)
+    found = np.repeat(RowRanks(a).ranks(counts.astype(float)), counts, axis=1)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -38,7 +38,7 @@ def test_spearman_agrees_with_scipy(drawn):
         expected = np.nan if np.ptp(x) == 0 or np.ptp(y) == 0 else stats.spearmanr(x, y).statistic
         np.testing.assert_allclose(found, expected, atol=1e-12)
     weights = counts.astype(float)
-    found = correlation(Ranking(a).ranks(weights), Ranking(b).ranks(weights), weights)
+    found = correlation(RowRanks(a).ranks(weights), RowRanks(b).ranks(weights), weights)
     copies = spearman(np.repeat(a, counts, axis=1), np.repeat(b, counts, axis=1))
     np.testing.assert_allclose(found, copies, atol=1e-9)
 

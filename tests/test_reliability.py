@@ -9,7 +9,7 @@ from torch import nn
 
 import eigentrace as et
 from eigentrace.errors import InputError
-from eigentrace.reliability import _agreement
+from eigentrace.fits.reliability import _agreement
 from small import examples, net
 
 METHOD = et.Arnoldi(steps=30, keep=5)

@@ -6,11 +6,19 @@ from torch import nn
 
 import eigentrace as et
 from checking import Net, check, gap, numbers, one_at_a_time, run, wavy, weight
-from eigentrace.compute import Compute
 from eigentrace.errors import InputError
-from eigentrace.forms import Direct
-from eigentrace.project.engine import Job
-from eigentrace.rows import DenseRows, NarrowedRows, RotatedRows, Rotation, StackedRows, UnitRows, apply, none
+from eigentrace.gradients.layer_gradients import Direct
+from eigentrace.projection.directions import (
+    DenseRows,
+    NarrowedRows,
+    RotatedRows,
+    Rotation,
+    StackedRows,
+    UnitRows,
+    apply,
+    none,
+)
+from eigentrace.projection.engine import Compute, Job
 
 LEFT_OUT = "c.bias"
 

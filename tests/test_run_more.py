@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import eigentrace as et
+from eigentrace.disk.tensors import write_tensors
 from eigentrace.errors import InputError, MismatchError, NumericalError, StorageError, UnsupportedError
-from eigentrace.files import write_tensors
-from eigentrace.store.columns import Names
+from eigentrace.store.user_columns import Names
 from tests.runs import Points, data, fit, model, task
 
 
@@ -212,7 +212,7 @@ def pairs(examples):
 def test_one_example_without_a_digest(shard_rows, fitted, tmp_path):
     given = et.Data(Odd(), collate=pairs, batch_size=8)
     run = et.score(fitted, given, tmp_path / "x", shard_rows=shard_rows)
-    assert run.digests is None
+    assert run.reader.digests() is None
     assert np.array_equal(run.column("label"), [Points()[row][1] for row in range(60)])
     with pytest.raises(UnsupportedError, match="duplicates are not known"):
         run.explain(3, exclude="duplicates")

@@ -7,14 +7,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch import nn
 
 import eigentrace as et
+from eigentrace.disk.lock import locked
 from eigentrace.errors import BusyError, InputError, MismatchError, UnsupportedError
-from eigentrace.lock import locked
-from eigentrace.run import Ranking
-from eigentrace.store.columns import Names
+from eigentrace.runs.ranking import Ranking
 from eigentrace.store.shards import read_column
-from tests.runs import data, fit, task
+from eigentrace.store.user_columns import Names
+from tests.runs import Points, data, fit, model, task
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_features_come_back_chunk_by_chunk(run, fitted):
 def test_half_the_bytes(fitted, tmp_path):
     run = et.score(fitted, data(), tmp_path / "x", features="fp16")
     held = [read_column(path, "features") for path in (run.path / "shards").glob("*.safetensors")]
-    assert {tensor.dtype for tensor in held} == {torch.float16}
+    assert {array.dtype for array in held} == {np.dtype(np.float16)}
     expected = fitted.features(data())
     sizes = expected.abs().amax(dim=1, keepdim=True)
     assert ((run.features_of(np.arange(60)) - expected).abs() <= 2**-11 * sizes).all()
@@ -130,7 +131,7 @@ def test_a_finished_run_is_opened_and_not_scored_again(run, fitted):
 
 def test_shards_end_by_rows_or_by_work(fitted, tmp_path):
     def stops(run):
-        return [shard.stop for shard in run.shards]
+        return [shard.stop for shard in run.reader.shards]
 
     assert stops(et.score(fitted, data(), tmp_path / "a", shard_rows=20)) == [24, 48, 60]
     assert stops(et.score(fitted, data(), tmp_path / "b", shard_seconds=0)) == [8, 16, 24, 32, 40, 48, 56, 60]
@@ -196,14 +197,145 @@ def test_reading_what_is_not_there(run, tmp_path):
         run.features_of(np.array([60]))
 
 
-def test_methods_without_rows_are_told(tmp_path):
-    with pytest.raises(UnsupportedError, match="has no features to store"):
-        et.score(fit(method=et.Loss()), data(), tmp_path / "x")
-    run = et.score(fit(method=et.TracIn()), data(), tmp_path / "y")
+class Counted(nn.Module):
+    """Counts the examples that go through a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.seen = model(), 0
+
+    def forward(self, x):
+        self.seen += len(x)
+        return self.net(x)
+
+
+@pytest.mark.parametrize("engine", ["layerwise", "reverse"])
+def test_classes_come_from_the_pass_that_is_made_anyway(engine, tmp_path):
+    counted = Counted()
+    fitted = et.Arnoldi(steps=20, keep=6).fit(et.classification(counted), data(600))
+    compute = et.Compute(engine=engine, batch=50)
+    counted.seen = 0
+    run = et.score(fitted, data(600), tmp_path / "x", compute=compute)
+    # Planning and auditing look at some examples again; under vmap the model sees one example for each batch.
+    assert counted.seen < 700
+    points = [Points(600)[row] for row in range(600)]
+    logits = counted.net(torch.stack([x for x, _ in points])).detach()
+    assert np.array_equal(run.column("prediction"), logits.argmax(dim=1))
+    assert np.allclose(run.column("confidence"), logits.softmax(dim=1).amax(dim=1), rtol=1e-5)
+
+
+def test_a_loss_that_works_in_place_leaves_the_classes_alone(tmp_path):
+    def scaled(logits, batch):
+        return nn.functional.cross_entropy(logits.mul_(3.0), batch[1], reduction="none")
+
+    task = et.Task(model(), outputs=lambda m, b: m(b[0]), output_loss=scaled, labels=lambda b: b[1])
+    run = et.score(et.TracIn().fit(task, data()), data(), tmp_path / "x")
+    logits = task.model(torch.stack([Points()[row][0] for row in range(60)])).detach()
+    assert np.allclose(run.column("confidence"), logits.softmax(dim=1).amax(dim=1), rtol=1e-5)
+
+
+def moved(by):
+    """A fit that keeps nothing, of settings that look the same whatever the function does."""
+    return fit(method=et.AugmentedLoss(lambda batch, rows, seed: (batch[0] + by, batch[1]), draws=1))
+
+
+def test_fits_that_are_not_saved_are_told_apart_by_their_scores(fitted, tmp_path):
+    run = et.score(moved(0.1), data(), tmp_path / "x", shard_rows=20)
+    run.folder.record.write(run.folder.record.read()[:1])
+    with pytest.raises(MismatchError, match="was begun with another fit: the score of row"):
+        et.score(moved(0.9), data(), tmp_path / "x", shard_rows=20)
+    assert et.open_run(run.path).num_missing == 40
+    assert et.score(moved(0.1), data(), tmp_path / "x", shard_rows=20).is_complete
+    fitted.save(tmp_path / "saved" / "fit")
+    with pytest.raises(MismatchError, match="keeps nothing"):
+        et.score(fit(method=et.Support()), data(), tmp_path / "saved")
+
+
+def test_little_is_lost_of_a_fit_without_directions(tmp_path):
+    def stopping(batch, rows, seed):
+        if rows.max() >= 40:
+            raise KeyboardInterrupt
+        return batch
+
+    stopped = fit(method=et.AugmentedLoss(stopping, draws=1))
+    with pytest.raises(KeyboardInterrupt):
+        et.score(stopped, data(), tmp_path / "x", shard_rows=16)
+    assert et.open_run(tmp_path / "x").num_missing <= 60 - 32
+
+
+def test_answers_by_features_need_features(tmp_path):
+    run = et.score(fit(method=et.TracIn()), data(), tmp_path / "x")
     with pytest.raises(UnsupportedError, match="TracIn stores no features"):
+        run.explain(3, rescore=False)
+    lone = et.score(fit(method=et.Support()), data(), tmp_path / "y")
+    with pytest.raises(UnsupportedError, match="Support scores single examples"):
+        et.open_run(lone.path).explain(3)
+
+
+@pytest.mark.parametrize("method", [et.TracIn(), et.Lissa(depth=3, scale=50.0)], ids=lambda m: type(m).__name__)
+def test_queries_are_measured_and_need_no_label(method, tmp_path):
+    def logit(model, batch):
+        return model(batch[0])[:, 1]
+
+    def loss(logits, batch):
+        return nn.functional.cross_entropy(logits, batch[1], reduction="none")
+
+    asked = et.Task(model(), outputs=lambda m, b: m(b[0]), output_loss=loss, measurement=logit)
+    fitted = method.fit(asked, data())
+    queries = [(torch.stack([Points()[row][0] for row in (3, 9)]),)]
+    found = et.score(fitted, data(), tmp_path / "x").explain(queries, k=4)
+    expected = fitted.influence(data(), queries).topk(4, dim=1).indices
+    assert np.array_equal(found.proponents.rows, expected)
+
+
+@pytest.mark.parametrize("method", [et.Loss(), et.TracIn()], ids=lambda method: type(method).__name__)
+def test_a_run_without_features(method, tmp_path):
+    fitted = fit(method=method)
+    run = et.score(fitted, data(), tmp_path / "x", shard_rows=20)
+    assert run.num_features == 0
+    assert np.allclose(run.column("self_influence"), fitted.self_influence(data()), rtol=1e-6)
+    with pytest.raises(UnsupportedError, match="stores no features"):
         next(run.feature_chunks())
     with pytest.raises(UnsupportedError, match="no unit 'nats'"):
         run.self_influence(unit="nats")
+
+
+def begun(fitted, path, change):
+    """A run of which one shard is scored, by a version that wrote other columns."""
+    run = et.score(fitted, data(), path, shard_rows=20)
+    record = run.folder.record
+    record.write(record.read()[:1])
+    run.folder.table_file.unlink()
+    manifest = json.loads(run.folder.manifest_file.read_text())
+    change(manifest["columns"])
+    run.folder.manifest_file.write_text(json.dumps(manifest))
+    return run
+
+
+def test_a_run_goes_on_with_its_own_columns(fitted, run, tmp_path):
+    begun(fitted, tmp_path / "x", lambda columns: columns.remove("confidence"))
+    went_on = et.score(fitted, data(), tmp_path / "x", shard_rows=20)
+    assert went_on.columns == tuple(name for name in run.columns if name != "confidence")
+    assert "confidence" not in went_on.table().column_names
+    for name in went_on.columns:
+        assert np.array_equal(went_on.column(name), run.column(name))
+
+
+def test_columns_that_cannot_be_written_are_told_before_scoring(fitted, tmp_path):
+    path = begun(fitted, tmp_path / "x", lambda columns: columns.append("influence_of_the_moon")).path
+    before = {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.name != "lock"}
+    with pytest.raises(MismatchError, match="influence_of_the_moon"):
+        et.score(fitted, data(), path, shard_rows=20)
+    assert before == {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.name != "lock"}
+
+
+def test_some_rows_of_a_column(run):
+    picked = np.array([[59, 3], [3, 21]])
+    for name in run.columns:
+        assert np.array_equal(run.column(name, picked), run.column(name)[picked])
+        assert np.array_equal(run.column(name, range(18, 43)), run.column(name)[18:43])
+    with pytest.raises(InputError, match="Row 60 is not in this run"):
+        run.column("loss", np.array([60]))
 
 
 def test_an_unfinished_run_says_so(run, tmp_path, fitted):

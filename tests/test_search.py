@@ -5,10 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eigentrace import search as room
 from eigentrace.errors import InputError, NumericalError
-from eigentrace.search import search
-from eigentrace.shortlist import by_features
+from eigentrace.numeric import top_k as room
+from eigentrace.numeric.top_k import search, shortlist_rows
 
 
 def chunked(features, size, first=0):
@@ -230,7 +229,7 @@ def test_what_cannot_be_searched_is_refused():
     with pytest.raises(InputError, match=r"shape \(6,\) or \(3, 6\), got torch.float32 of shape \(6,\)"):
         search([(0, features)], asked, 1, allowed=lambda first, n: torch.ones(n))
     with pytest.raises(NumericalError, match="fewer than 2 of 6 scores are finite"):
-        by_features(torch.full((6, 2), torch.nan), asked, 4)
+        shortlist_rows(torch.full((6, 2), torch.nan), asked, 4)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from torch import nn
 
 import eigentrace as et
 from eigentrace.errors import TaskError
-from eigentrace.selection import aliases_of, coverage_of, match_values, select_params
+from eigentrace.task.parameters import aliases_of, coverage_of, match_values, select_params
 from small import examples, fit
 
 

@@ -6,24 +6,24 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from eigentrace import shortlist
 from eigentrace.errors import InputError
-from eigentrace.shortlist import Ranked, best_of, by_features
+from eigentrace.numeric import top_k as shortlist
+from eigentrace.numeric.top_k import Ranked, best_of, shortlist_rows
 
 
 @pytest.mark.parametrize("piece", [3, 7, 1000])
 def test_the_shortlist_holds_each_querys_strongest(monkeypatch, piece):
     monkeypatch.setattr(shortlist, "_AT_ONCE", piece)
     train, asked = torch.randn(50, 4), torch.randn(3, 4)
-    found = by_features(train, asked, 10)
+    found = shortlist_rows(train, asked, 10)
     scores = asked @ train.T
     assert found.tolist() == [sorted([*s.topk(5).indices.tolist(), *(-s).topk(5).indices.tolist()]) for s in scores]
-    assert by_features(train, asked, 99).tolist() == [list(range(50))] * 3
-    assert by_features(train[:1], asked, 2).tolist() == [[0]] * 3
+    assert shortlist_rows(train, asked, 99).tolist() == [list(range(50))] * 3
+    assert shortlist_rows(train[:1], asked, 2).tolist() == [[0]] * 3
 
 
 def test_examples_of_equal_score_come_once():
-    lists = by_features(torch.ones(30, 2), torch.ones(1, 2), 8)
+    lists = shortlist_rows(torch.ones(30, 2), torch.ones(1, 2), 8)
     found = best_of(torch.zeros(1, 8), lists, 4)
     assert len(set(found.proponents.flatten().tolist())) == 4
     assert len(set(found.opponents.flatten().tolist())) == 4

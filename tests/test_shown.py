@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import eigentrace as et
 from eigentrace.errors import InputError
-from eigentrace.shown import Custom, Images, Pairs, Shown, Tensors, Texts, as_shown
-from eigentrace.shown.pixels import Scale, as_png
-from eigentrace.shown.png import encode_png
+from eigentrace.rendering import Custom, Images, Pairs, Shown, Tensors, Texts, as_shown
+from eigentrace.rendering.png import Scale, as_png, encode_png
 from small import table
 
 PIL_Image = pytest.importorskip("PIL.Image")
@@ -322,7 +321,9 @@ def test_streams_are_left_alone():
 
 
 def test_examples_without_an_image():
-    with pytest.raises(InputError, match=r"No tensor of the first example is an image .* eigentrace\.shown\.Custom"):
+    with pytest.raises(
+        InputError, match=r"No tensor of the first example is an image .* eigentrace\.rendering\.Custom"
+    ):
         Tensors(TensorDataset(torch.rand(3, 8), LABELS[:3]))
 
 

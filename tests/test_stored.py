@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from eigentrace.chance import generator_of
 from eigentrace.errors import InputError, PrecisionWarning, UnsupportedError
+from eigentrace.numeric.seeding import generator_of
 from models import CASES, dense_gradients
 
 WHOLE = {"steps": 30, "sample": None}
@@ -39,9 +39,9 @@ def fits(cases):
 
 def parts(fitted, keep=K):
     """G, S⊥ and λ of a fit, written out."""
-    G = fitted.distilled.directions[:keep]
+    G = fitted.eigenpairs.directions[:keep]
     S = fitted.coordinates.rows.dense(0, fitted.coordinates.count)
-    return G, S - S @ G.T @ G, fitted.distilled.spectrum.eigenvalues[:keep].clamp_min(0)
+    return G, S - S @ G.T @ G, fitted.eigenpairs.spectrum.eigenvalues[:keep].clamp_min(0)
 
 
 def metric(fitted, tail, stored, gradients, keep=K, delta=None):
@@ -259,11 +259,11 @@ def test_what_cannot_be_stored_says_why(cases, fits):
     with pytest.raises(InputError, match="holds 12 coordinates, so 13 are too many"):
         fitted.stored(coordinates=13)
     rows = et.RandProj(4).fit(case.task, case.batches)
-    for ask in (rows.stored, lambda: rows.with_coordinates(case.batches), lambda: rows.recut_features(None, rows)):
+    for ask in (rows.stored, lambda: rows.with_coordinates(case.batches)):
         with pytest.raises(UnsupportedError, match="RandProj keeps no eigenpairs"):
             ask()
     assert fitted.stored().distill(tail=None).cut == fitted.distill(tail=None).cut
-    assert rows.captured is fitted.captured is None
+    assert fitted.captured is None
 
 
 def test_features_of_another_shape_are_refused(cases, fits):

@@ -6,10 +6,10 @@ from torch import nn
 
 import eigentrace as et
 from checking import Net, check, gap, numbers, run, wavy, weight
-from eigentrace import streams
-from eigentrace.compute import Compute
-from eigentrace.rows import DenseRows, StackedRows, UnitRows
-from eigentrace.streams import StreamedRows, aligned, placed
+from eigentrace.projection import streamed as streams
+from eigentrace.projection.directions import DenseRows, StackedRows, UnitRows
+from eigentrace.projection.engine import Compute
+from eigentrace.projection.streamed import StreamedRows, aligned, placed
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import eigentrace as et
-from eigentrace.curvature import Curvature
+from eigentrace.curvature.operator import Curvature
 from eigentrace.errors import InputError
 from experiments.cut import short_rows
 from experiments.models.transformer import Recipe, held_out, make_transformer, rate, train_transformer

@@ -14,10 +14,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 import eigentrace as et
 from eigentrace import cli
-from eigentrace.data.rows import spread
+from eigentrace.data.row_numbers import spread
 from eigentrace.errors import MismatchError
-from eigentrace.serve.report import write_report
-from eigentrace.serve.subject import Subject
+from eigentrace.page.one_file import write_report
+from eigentrace.page.subject import Subject
 from eigentrace.store import Folder
 from tests.runs import CLASSES, WIDTH, task
 from tests.worked import build

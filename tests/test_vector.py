@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eigentrace.vector import Layout
+from eigentrace.task.layout import Layout
 
 SHAPES = {"matrix": (2, 3), "scalar": (), "empty": (0, 4), "vector": (5,), "kernel": (2, 1, 2, 2)}
 

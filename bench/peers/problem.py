@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from bench.peers.networks import Recipe, State, accuracy, seeded, train
-from eigentrace.chance import generator_of
-from eigentrace.data.rows import draw
-from eigentrace.files import replacing
+from eigentrace.data.row_numbers import draw
+from eigentrace.disk.atomic import replacing
+from eigentrace.numeric.seeding import generator_of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.files import made_once
-from eigentrace.files import replacing
+from eigentrace.disk.atomic import replacing
 
 
 def name_of(what: str, recipe: Any, *data: Tensor) -> str:

@@ -6,36 +6,30 @@ from typing import TYPE_CHECKING, Any
 from eigentrace.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from eigentrace.augmented import FlipsAndShifts
-    from eigentrace.basis import Basis
-    from eigentrace.callbacks import LossHistory, LossTracker, loss_callback
-    from eigentrace.cleaning import clean, find_label_issues
-    from eigentrace.compute import Compute
+    from eigentrace.cleaning.decisions import Decisions
+    from eigentrace.cleaning.export import export
+    from eigentrace.cleaning.thresholds import clean, find_label_issues
     from eigentrace.data import Data
-    from eigentrace.decisions import Decisions
-    from eigentrace.ensemble import Ensemble, load
-    from eigentrace.exporting import export
-    from eigentrace.fitted import Fitted
-    from eigentrace.health import check
-    from eigentrace.methods import (
-        Arnoldi,
-        AugmentedLoss,
-        ExactHessian,
-        InverseArnoldi,
-        Lissa,
-        Loss,
-        MeanLoss,
-        RandProj,
-        RandSelect,
-        Support,
-        TangentRidge,
-        TracIn,
-    )
-    from eigentrace.ready import causal_lm, classification, seq2seq
-    from eigentrace.reliability import Reliability, rank_agreement
-    from eigentrace.run import Run, open_run
-    from eigentrace.scoring import score
-    from eigentrace.task import Task
+    from eigentrace.fits.ensemble import Ensemble
+    from eigentrace.fits.fitted import Fitted
+    from eigentrace.fits.load import load
+    from eigentrace.fits.reliability import Reliability, rank_agreement
+    from eigentrace.krylov.vectors import Basis
+    from eigentrace.methods.arnoldi import Arnoldi
+    from eigentrace.methods.exact import ExactHessian
+    from eigentrace.methods.inverse_arnoldi import InverseArnoldi
+    from eigentrace.methods.lissa import Lissa
+    from eigentrace.methods.loss_history import LossHistory, LossTracker, loss_callback
+    from eigentrace.methods.losses import AugmentedLoss, FlipsAndShifts, Loss, MeanLoss
+    from eigentrace.methods.similarity import RandProj, RandSelect, TracIn
+    from eigentrace.methods.support import Support
+    from eigentrace.methods.tangent import TangentRidge
+    from eigentrace.projection.engine import Compute
+    from eigentrace.runs.run import Run, open_run
+    from eigentrace.runs.score import score
+    from eigentrace.store.check import check
+    from eigentrace.task.task import Task
+    from eigentrace.task.tasks import causal_lm, classification, seq2seq
 
 __all__ = [
     # what was trained, and on what
@@ -85,38 +79,44 @@ __all__ = [
 
 # Names are loaded when they are first used: `eigentrace --help` must not wait seconds for torch.
 _HOMES = {
-    "Compute": "compute",
-    "FlipsAndShifts": "augmented",
     "Data": "data",
-    "Fitted": "fitted",
-    "Basis": "basis",
-    **dict.fromkeys(("Ensemble", "load"), "ensemble"),
-    "Task": "task",
-    **dict.fromkeys(("Run", "open_run"), "run"),
-    "score": "scoring",
-    "check": "health",
-    **dict.fromkeys(("clean", "find_label_issues"), "cleaning"),
-    "Decisions": "decisions",
-    "export": "exporting",
-    **dict.fromkeys(("LossTracker", "LossHistory", "loss_callback"), "callbacks"),
-    **dict.fromkeys(("Reliability", "rank_agreement"), "reliability"),
-    **dict.fromkeys(("classification", "seq2seq", "causal_lm"), "ready"),
+    "Task": "task.task",
+    **dict.fromkeys(("classification", "seq2seq", "causal_lm"), "task.tasks"),
+    "Arnoldi": "methods.arnoldi",
+    "Basis": "krylov.vectors",
+    "InverseArnoldi": "methods.inverse_arnoldi",
+    "ExactHessian": "methods.exact",
+    "Lissa": "methods.lissa",
+    **dict.fromkeys(("TracIn", "RandProj", "RandSelect"), "methods.similarity"),
+    **dict.fromkeys(("Loss", "MeanLoss", "AugmentedLoss", "FlipsAndShifts"), "methods.losses"),
+    "Support": "methods.support",
+    "TangentRidge": "methods.tangent",
+    **dict.fromkeys(("LossTracker", "LossHistory", "loss_callback"), "methods.loss_history"),
+    "Fitted": "fits.fitted",
+    **dict.fromkeys(("Reliability", "rank_agreement"), "fits.reliability"),
+    "Ensemble": "fits.ensemble",
+    "Compute": "projection.engine",
+    "load": "fits.load",
+    **dict.fromkeys(("Run", "open_run"), "runs.run"),
+    "score": "runs.score",
+    "check": "store.check",
+    **dict.fromkeys(("clean", "find_label_issues"), "cleaning.thresholds"),
+    "Decisions": "cleaning.decisions",
+    "export": "cleaning.export",
 }
-
-
-# Rooms that are asked for by their own name.
-_ROOMS = ("evaluate",)
+# Packages that are asked for by their own name.
+_PACKAGES = ("evaluate",)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return import_module(f"eigentrace.{name}")
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'eigentrace' has no attribute {name!r}")
-    value = getattr(import_module(f"eigentrace.{_HOMES.get(name, 'methods')}"), name)
+    value = getattr(import_module(f"eigentrace.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({*globals(), *__all__, *_PACKAGES})

@@ -20,9 +20,9 @@ import pytest
 
 import eigentrace as et
 from eigentrace.demo.digits import load_digits
-from eigentrace.inputs import make_inputs
-from eigentrace.serve.report import write_report
-from eigentrace.shown.png import encode_png
+from eigentrace.loading import make_inputs
+from eigentrace.page.one_file import write_report
+from eigentrace.rendering.png import encode_png
 from pages import digit_run, pair_run
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ import torch
 from eigentrace.demo.digits import load_digits
 from eigentrace.demo.inputs import new_digits
 from eigentrace.errors import InputError
-from eigentrace.shown.png import encode_png
+from eigentrace.rendering.png import encode_png
 
 PIL_Image = pytest.importorskip("PIL.Image")
 

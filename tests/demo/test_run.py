@@ -12,7 +12,7 @@ from eigentrace.demo import run_demo
 from eigentrace.demo.run import _Comparison
 from eigentrace.errors import ConvergenceWarning, InputError
 from eigentrace.evaluate import retrieval
-from eigentrace.inputs import make_inputs, show_of
+from eigentrace.loading import make_inputs, show_of
 
 METHODS = ["Loss", "TracIn", "RandProj", "RandSelect", "Arnoldi (truncated)", "Arnoldi (tail)"]
 

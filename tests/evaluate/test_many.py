@@ -9,7 +9,7 @@ from torch import nn
 from eigentrace.errors import InputError
 from eigentrace.evaluate import SGD, Loop, ManyModels, Subsets, Trainer, retrain
 from eigentrace.evaluate.many import margin
-from eigentrace.evaluate.subsets import Job
+from eigentrace.evaluate.subsets import TrainingJob
 
 SETTINGS = SGD(epochs=3, batch_size=7, lr=0.1, momentum=0.9, weight_decay=1e-2)
 
@@ -81,12 +81,21 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("engine", ["auto", "mapped"])
+def refuses_to_fuse(*given, **options):
+    """Whether the faster way for plain networks is not for this one."""
+    with pytest.raises(InputError, match="engine='fused' is for"):
+        ManyModels(*given, SETTINGS, engine="fused", **options)
+    return True
+
+
+@pytest.mark.parametrize("engine", ["auto", "fused", "mapped"])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_ends_where_it_ends_alone(name, engine):
     make, jobs = MODELS[name], some_jobs()
+    if engine == "fused" and name == "not plain":
+        assert refuses_to_fuse(make(), TRAIN, QUERIES)
+        return
     trainer = ManyModels(make(), TRAIN, QUERIES, SETTINGS, engine=engine)
-    assert trainer.is_fused == (engine == "auto" and name != "not plain")
     expected = torch.stack([losses(alone(make, job, SETTINGS)) for job in jobs])
     assert (expected.max(dim=0).values - expected.min(dim=0).values).min() > 1e-3  # the models are different ones
     torch.testing.assert_close(trainer.outputs(jobs), expected, rtol=0, atol=1e-10)
@@ -115,14 +124,13 @@ def test_images_are_flattened():
     def make():
         return nn.Sequential(nn.Flatten(), linear(6, 4), nn.ReLU(), linear(4, 3))
 
-    trainer, jobs = ManyModels(make(), train, queries, SETTINGS), some_jobs(2)
-    assert trainer.is_fused
+    trainer, jobs = ManyModels(make(), train, queries, SETTINGS, engine="fused"), some_jobs(2)
     expected = torch.stack([losses(alone(make, job, SETTINGS, train), queries) for job in jobs])
     torch.testing.assert_close(trainer.outputs(jobs), expected, rtol=0, atol=1e-10)
 
 
 def test_sizes_may_differ_and_chunks_do_not_matter():
-    jobs = [Job(np.arange(size), 7 * size) for size in (20, 40, 13, 20, 1)]
+    jobs = [TrainingJob(np.arange(size), 7 * size) for size in (20, 40, 13, 20, 1)]
     expected = torch.stack([losses(alone(mlp, job, SETTINGS)) for job in jobs])
     for at_once in (1, 2, 16):
         found = ManyModels(mlp(), TRAIN, QUERIES, SETTINGS, at_once=at_once).outputs(jobs)
@@ -150,8 +158,8 @@ def test_own_loss_and_targets():
     def make():
         return nn.Sequential(linear(5, 4), nn.GELU(), linear(4, 2))
 
+    assert refuses_to_fuse(make(), (x, targets), (x[:4], targets[:4]), loss=squares)
     trainer = ManyModels(make(), (x, targets), (x[:4], targets[:4]), SETTINGS, loss=squares)
-    assert not trainer.is_fused
     jobs = some_jobs(2)
     models = [alone(make, job, SETTINGS, (x, targets), lambda out, target: squares(out, target).mean()) for job in jobs]
     with torch.no_grad():
@@ -209,8 +217,8 @@ def test_frozen_layers_stay_as_given():
     given = mlp()
     for p in given[0].parameters():
         p.requires_grad_(False)
+    assert refuses_to_fuse(given, TRAIN, QUERIES)
     trainer = ManyModels(given, TRAIN, QUERIES, SETTINGS)
-    assert not trainer.is_fused
     job = some_jobs(1)[0]
     start, generator = trainer.start(job.seed)
     assert torch.equal(start["0.weight"], given[0].weight)
@@ -299,7 +307,7 @@ def test_the_recipe_knows_weights_that_stay_as_given():
 def test_both_trainers_keep_the_contract():
     jobs, subsets = some_jobs(3), Subsets.random(40, 3, 0.5)
     assert isinstance(ManyModels(mlp(), TRAIN, QUERIES, SETTINGS), Trainer)
-    loop = Loop(lambda rows, seed: alone(mlp, Job(rows, seed), SETTINGS), losses)
+    loop = Loop(lambda rows, seed: alone(mlp, TrainingJob(rows, seed), SETTINGS), losses)
     assert isinstance(loop, Trainer)
     many = ManyModels(mlp(), TRAIN, QUERIES, SETTINGS)
     torch.testing.assert_close(loop.outputs(jobs), many.outputs(jobs), rtol=0, atol=1e-10)

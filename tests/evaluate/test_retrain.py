@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import eigentrace.evaluate.store as store_module
+import eigentrace.evaluate.output_cache as store_module
 from eigentrace.errors import InputError, MismatchError, NumericalError
 from eigentrace.evaluate import Loop, Retrained, Subsets, retrain
 from eigentrace.evaluate.subsets import model_seed

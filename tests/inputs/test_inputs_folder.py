@@ -15,10 +15,10 @@ import torch
 import eigentrace as et
 import make_folders
 from eigentrace.errors import DataError, InputError, TaskError, UnsupportedError
-from eigentrace.inputs import from_folder
-from eigentrace.inputs.hugging import load_image_processor
-from eigentrace.inputs.images import Plain, preparation
-from eigentrace.inputs.text import padded_length
+from eigentrace.loading import from_folder
+from eigentrace.loading.hugging_face import load_image_processor
+from eigentrace.loading.image_dataset import Plain, preparation
+from eigentrace.loading.text_dataset import padded_length
 from make_folders import CLASSES, IMAGE_SETTINGS
 from small import table
 

@@ -8,13 +8,13 @@ import torch
 
 import eigentrace as et
 from eigentrace.errors import InputError
-from eigentrace.inputs import Inputs, from_function
+from eigentrace.loading import Inputs, from_function
 from small import examples, net, table
 
 SOURCE = """
 import torch
 import eigentrace as et
-from eigentrace.inputs import Inputs
+from eigentrace.loading import Inputs
 
 SIZE = 12
 

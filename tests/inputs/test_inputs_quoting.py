@@ -12,12 +12,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from eigentrace.cleaning.export import export
 from eigentrace.errors import DataError
-from eigentrace.exporting import export
-from eigentrace.inputs.files import find_files
-from eigentrace.inputs.quoting import check_closed, has_quoting
-from eigentrace.inputs.records import open_records
-from eigentrace.inputs.single import single_column
+from eigentrace.formats.files import find_files
+from eigentrace.formats.quoting import check_closed, has_quoting
+from eigentrace.formats.records import open_records
+from eigentrace.formats.single_column import single_column
 from small import table
 
 # Lines 51, 59 and 90 of a crawled corpus of German and English, with what stands between them.

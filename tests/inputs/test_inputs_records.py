@@ -8,12 +8,12 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
+from eigentrace.cleaning.export import export
 from eigentrace.errors import DataError, InputError, UnsupportedError
-from eigentrace.exporting import export
-from eigentrace.inputs.columns import class_labels, ids_of, metadata_of
-from eigentrace.inputs.files import find_files
-from eigentrace.inputs.records import open_records
-from eigentrace.inputs.single import single_column
+from eigentrace.formats.dataset_columns import class_labels, metadata_of, read_ids
+from eigentrace.formats.files import find_files
+from eigentrace.formats.records import open_records
+from eigentrace.formats.single_column import single_column
 from small import table
 
 ROWS = 23
@@ -88,12 +88,12 @@ def test_columns_piece_by_piece(records):
 
 
 def test_ids_are_arrays(records):
-    names, numbers = ids_of(records, "id"), ids_of(records, "number")
+    names, numbers = read_ids(records, "id"), read_ids(records, "number")
     assert isinstance(names, pa.Array)
     assert names.to_pylist()[:2] == ["000", "001"]
     assert isinstance(numbers, np.ndarray)
     assert numbers.tolist() == list(range(ROWS))
-    assert ids_of(records, None) is None
+    assert read_ids(records, None) is None
 
 
 def test_parquet_is_read_a_few_row_groups_at_a_time(tmp_path):
@@ -350,4 +350,4 @@ def test_metadata_is_what_is_small(tmp_path):
 def test_ids_of_another_kind(tmp_path):
     pq.write_table(pa.table({"id": [0.5, 1.5]}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match=r"Ids must be text or whole numbers, .* holds double"):
-        ids_of(open_records(find_files(tmp_path / "a.parquet")), "id")
+        read_ids(open_records(find_files(tmp_path / "a.parquet")), "id")

@@ -15,10 +15,10 @@ import torch
 import eigentrace as et
 import make_folders
 from eigentrace.errors import DataError, InputError
-from eigentrace.inputs import from_config, from_folder, make_inputs, show_of
-from eigentrace.inputs.files import find_files
-from eigentrace.inputs.images import read_pixels
-from eigentrace.inputs.records import open_records
+from eigentrace.formats.files import find_files
+from eigentrace.formats.records import open_records
+from eigentrace.loading import from_config, from_folder, make_inputs, show_of
+from eigentrace.loading.image_dataset import read_pixels
 from make_folders import CLASSES
 from pages import HOSTILE, pair_run
 from small import table
@@ -246,8 +246,8 @@ from pathlib import Path
 
 import torch
 import eigentrace as et
-from eigentrace.inputs import Inputs
-from eigentrace.shown import Texts
+from eigentrace.loading import Inputs
+from eigentrace.rendering import Texts
 
 def made(folder, size=4, shape=(3, 8, 8)):
     assert (Path(folder) / "data.txt").exists(), folder

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import eigentrace as et
-from eigentrace.backing import labels_of, margins
 from eigentrace.data import as_data
 from eigentrace.errors import InputError, NumericalError, UnsupportedError
+from eigentrace.methods.label_agreement import labels_of, margins
 from eigentrace.methods.tangent import RIDGES
 from models import dense_gradients
 from small import cross_entropy, examples, net, table

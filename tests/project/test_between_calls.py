@@ -7,9 +7,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from eigentrace.compute import Compute
 from eigentrace.errors import MismatchError, UnsupportedError
-from eigentrace.project import layerwise
+from eigentrace.projection import layerwise
+from eigentrace.projection.engine import Compute
 
 LAYERWISE, REVERSE = Compute(engine="layerwise"), Compute(engine="reverse")
 METHODS = {"features": et.RandProj(keep=3), "norms": et.TracIn()}

@@ -8,8 +8,8 @@ import eigentrace as et
 from checking import Net, numbers, some_rows, weight
 from eigentrace.data import as_data
 from eigentrace.errors import EigentraceWarning
-from eigentrace.project import Job, project
-from eigentrace.project import compiled_pass as compiling
+from eigentrace.projection import Job, project
+from eigentrace.projection import compiled_pass as compiling
 from models import CASES
 
 

@@ -10,14 +10,14 @@ from torch.utils.data import TensorDataset
 
 import eigentrace as et
 from bench.models import Transformer, token_task
-from eigentrace.compute import Compute
 from eigentrace.data import as_data
 from eigentrace.errors import NumericalError, TaskError, UnsupportedError
-from eigentrace.project import Job, gradients, in_chunks, project
-from eigentrace.project import choose as choosing
-from eigentrace.project.forward import forward
-from eigentrace.project.reverse import one_by_one, vmapped
-from eigentrace.rows import DenseRows, StackedRows, UnitRows
+from eigentrace.projection import Job, gradients, in_chunks, project
+from eigentrace.projection import choose as choosing
+from eigentrace.projection.directions import DenseRows, StackedRows, UnitRows
+from eigentrace.projection.engine import Compute
+from eigentrace.projection.forward import forward
+from eigentrace.projection.reverse import one_by_one, vmapped
 from models import CASES, dense_gradients
 
 ENGINES = [forward, vmapped, one_by_one]

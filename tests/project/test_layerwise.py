@@ -12,12 +12,12 @@ from torch.nn.utils import parametrizations
 
 import eigentrace as et
 from checking import Net, check, compare, gap, numbers, one_at_a_time, run, some_rows, wavy, weight
-from eigentrace.batch import map_tensors, select
-from eigentrace.compute import Compute
+from eigentrace.data.batch import map_tensors, select
 from eigentrace.errors import UnsupportedError
-from eigentrace.project import Job
-from eigentrace.project import choose as choosing
-from eigentrace.rows import DenseRows
+from eigentrace.projection import Job
+from eigentrace.projection import choose as choosing
+from eigentrace.projection.directions import DenseRows
+from eigentrace.projection.engine import Compute
 
 # Whole models: each a task in float32 and one batch of seven examples.
 

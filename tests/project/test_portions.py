@@ -8,12 +8,12 @@ from torch import nn
 
 import eigentrace as et
 from checking import gap, some_rows, wavy
-from eigentrace.compute import Compute
 from eigentrace.data import as_data
 from eigentrace.errors import MemoryLimitError
-from eigentrace.project import Job, Projection, project
-from eigentrace.project import choose as choosing
-from eigentrace.project.portions import Portions, largest_batch
+from eigentrace.projection import Job, Projection, project
+from eigentrace.projection import choose as choosing
+from eigentrace.projection.choose import Portions, largest_batch
+from eigentrace.projection.engine import Compute
 
 
 class Machine:

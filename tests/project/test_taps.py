@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from checking import Net, check, numbers, run, some_rows, wavy, weight
 from eigentrace import Task
-from eigentrace.compute import Compute
-from eigentrace.rows import none
+from eigentrace.projection.directions import none
+from eigentrace.projection.engine import Compute
 
 AUTO = Compute(engine="auto")
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eigentrace.errors import InputError
-from eigentrace.report.curves import Curve, curves_svg, round_ticks
+from eigentrace.evaluate.curves import Curve, curves_svg, round_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -6,8 +6,8 @@ from importlib import resources
 import numpy as np
 import pytest
 
+from eigentrace.demo.report import Example, Fact, MethodRow, Note, Report, render_page
 from eigentrace.errors import InputError
-from eigentrace.report import Example, Fact, MethodRow, Note, Report, render_page
 
 EVIL = "<script>alert('x')</script>&\""
 
@@ -137,7 +137,7 @@ def luminance(colour):
 @pytest.mark.parametrize("text", ["ink", "soft", "blue", "red"])
 @pytest.mark.parametrize("ground", ["page", "card"])
 def test_text_has_the_contrast_of_wcag_aa(scheme, text, ground):
-    style = resources.files("eigentrace.report").joinpath("style.css").read_text(encoding="utf-8")
+    style = resources.files("eigentrace.demo").joinpath("style.css").read_text(encoding="utf-8")
     colours = dict(re.findall(r"--(\w+): (#\w{6});", re.findall(r":root \{(.*?)\}", style, re.DOTALL)[scheme]))
     light, dark = sorted((luminance(colours[text]), luminance(colours[ground])), reverse=True)
     assert (light + 0.05) / (dark + 0.05) >= 4.5  # WCAG 2.1, success criterion 1.4.3

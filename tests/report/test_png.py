@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eigentrace.demo.report import data_uri
 from eigentrace.errors import InputError
-from eigentrace.report.png import data_uri
-from eigentrace.shown.png import encode_png
+from eigentrace.rendering.png import encode_png
 
 
 def decode(png):

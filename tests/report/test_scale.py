@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eigentrace.report.scale import LogScale, count_ticks, tick_labels
+from eigentrace.evaluate.scale import LogScale, count_ticks, tick_labels
 
 
 def test_positions_are_even_in_the_logarithm():

@@ -4,8 +4,8 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
+from eigentrace.demo.charts import histogram_svg, spectrum_svg
 from eigentrace.errors import InputError
-from eigentrace.report.svg import histogram_svg, spectrum_svg
 
 
 def marks(svg, kind):

@@ -1,4 +1,4 @@
-from eigentrace.report import MethodRow, methods_table
+from eigentrace.demo.report import MethodRow, methods_table
 
 
 def test_columns_are_aligned():

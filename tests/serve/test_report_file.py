@@ -14,11 +14,11 @@ import torch
 
 import eigentrace as et
 from eigentrace.errors import InputError
-from eigentrace.serve import report
-from eigentrace.serve.answers import Answers
-from eigentrace.serve.report import bundled, write_report
-from eigentrace.serve.subject import Subject
-from eigentrace.shown import Images
+from eigentrace.page import one_file as report
+from eigentrace.page.one_file import bundled, write_report
+from eigentrace.page.replies import Answers
+from eigentrace.page.subject import Subject
+from eigentrace.rendering import Images
 from pages import HOSTILE
 from tests.runs import data, task
 

@@ -11,8 +11,9 @@ import pytest
 
 import eigentrace as et
 from eigentrace.errors import MismatchError
-from eigentrace.shown import Custom, Texts
+from eigentrace.rendering import Custom, Texts
 from pages import HOSTILE
+from tests.runs import data, fit
 from tests.serving import HEADERS, client
 
 NUMBERS = ("loss", "gradient_norm", "self_influence", "confidence")
@@ -56,6 +57,30 @@ def test_the_overview_describes_the_run(asked, scored):
     assert kinds["source"] == ("text", ["books", "web"])
     assert kinds["label"] == ("label", [0, 1, 2])
     assert kinds["length"] == ("number", None)
+    named = {column["name"]: (column["label"], column["scored"]) for column in found["columns"]}
+    assert named["gradient_norm"] == ("gradient norm", True)
+    assert named["length"] == ("length", False)
+
+
+def test_the_overview_shows_how_reliable_the_fit_is(asked, tmp_path):
+    assert get(asked, "/api/overview")["model"]["reliability"] is None
+    fitted = fit(method=et.Arnoldi(steps=20, keep=6, reliability=True))
+    found = get(client(et.score(fitted, data(), tmp_path / "run").path), "/api/overview")
+    assert found["model"]["reliability"] == pytest.approx(fitted.reliability.self_influence)
+
+
+def test_a_run_whose_method_has_no_directions(tmp_path):
+    run = et.score(fit(method=et.Loss()), data(), tmp_path / "run")
+    asked = client(run.path)
+    found = get(asked, "/api/overview")
+    assert (found["model"]["method"], found["model"]["features"], found["spectrum"]) == ("Loss", 0, [])
+    assert "gradient_norm" not in [column["name"] for column in found["columns"]]
+    row = get(asked, "/api/examples/3")
+    assert row["gradient_norm"] is None
+    assert row["self_influence"] == pytest.approx(run.column("self_influence")[3])
+    refused = asked.get("/api/explain/3")
+    assert refused.status_code == 409
+    assert "Loss scores single examples" in refused.json()["error"]
 
 
 @pytest.mark.parametrize("sort", [*NUMBERS, "length", "row"])

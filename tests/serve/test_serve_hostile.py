@@ -3,22 +3,24 @@
 import base64
 import io
 import json
+import math
 import socket
 import struct
 import zlib
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
 import eigentrace as et
+from eigentrace.disk.tensors import read_tensors
 from eigentrace.errors import BusyError, InputError
-from eigentrace.serve.guard import MOST_BYTES, hosts_of
-from eigentrace.serve.launch import serve
-from eigentrace.serve.uploads import read_image
-from eigentrace.shown import Custom, Texts
+from eigentrace.page.access import MOST_BYTES, hosts_of
+from eigentrace.page.server import run_server
+from eigentrace.page.uploads import read_image
+from eigentrace.rendering import Custom, Texts
+from eigentrace.store.folder import Folder
 from tests.runs import data, fit
 from tests.serving import HEADERS, TOKEN, client, started
 
@@ -174,11 +176,11 @@ def test_a_chunked_body_is_counted(asked):
 def test_numbers_that_are_none_and_long_ones_become_null_and_text(tmp_path):
     columns = {"score": np.array([np.nan, np.inf, -np.inf, *range(57)]), "big": np.arange(60) + 2**60}
     run = et.score(fit(), data(), tmp_path / "run", columns=columns).path
-    table = pq.read_table(run / "table.parquet")
-    gone = pa.array([None if row < 4 else float(row) for row in range(60)], pa.float32())
-    loss = pa.array(np.where(np.arange(60) < 4, np.nan, np.arange(60)).astype(np.float32))
-    table = table.set_column(table.column_names.index("self_influence"), "self_influence", loss)
-    pq.write_table(table.set_column(table.column_names.index("loss"), "loss", gone), run / "table.parquet")
+    folder = Folder(run)
+    (shard,) = folder.record.read()
+    held = read_tensors(folder.record.file(shard))
+    none = torch.tensor([math.nan if row < 4 else float(row) for row in range(60)])
+    folder.record.add(0, held | {"loss": none, "self_influence": none})
     asked = client(run)
     for path in ("overview", "examples?limit=200", "examples/0", "groups/label", "histogram?column=score"):
         answer = asked.get(f"/api/{path}")
@@ -300,7 +302,7 @@ def test_beyond_this_machine_everything_needs_the_token(scored):
 @pytest.mark.parametrize("token", [None, "short", "with spaces and / signs", "ünïcödeünïcödeünïcöde"])
 def test_a_host_beyond_this_machine_demands_a_token(scored, token):
     with pytest.raises(InputError, match="token"):
-        serve(scored, host="0.0.0.0", port=0, token=token)
+        run_server(scored, host="0.0.0.0", port=0, token=token)
 
 
 def test_a_port_in_use_and_hosts_that_are_none(scored):
@@ -308,11 +310,11 @@ def test_a_port_in_use_and_hosts_that_are_none(scored):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(BusyError, match="another port"):
-            serve(scored, port=taken.getsockname()[1])
+            run_server(scored, port=taken.getsockname()[1])
     with pytest.raises(InputError, match="no address"):
-        serve(scored, host="no.such.host.invalid", port=0, token=TOKEN)
+        run_server(scored, host="no.such.host.invalid", port=0, token=TOKEN)
     with pytest.raises(InputError, match="0 to 65535"):
-        serve(scored, port=70000)
+        run_server(scored, port=70000)
 
 
 def test_hosts_of_an_address():

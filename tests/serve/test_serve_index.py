@@ -10,8 +10,8 @@ import pytest
 
 from bench import serve as bench
 from eigentrace.errors import InputError
-from eigentrace.serve.content import plain
-from eigentrace.serve.index import Index, Wanted
+from eigentrace.page.as_json import as_json
+from eigentrace.page.index import Index, Wanted
 
 
 class Held:
@@ -122,14 +122,14 @@ def test_points_of_the_scatter_hold_the_highest():
 
 def test_plain_values():
     given = {"a": np.float32(1.5), "b": [np.nan, np.inf, 2**60, True, None], "c": np.arange(2), 3: pa.scalar(4)}
-    assert plain(given) == {"a": 1.5, "b": [None, None, str(2**60), True, None], "c": [0, 1], "3": "4"}
+    assert as_json(given) == {"a": 1.5, "b": [None, None, str(2**60), True, None], "c": [0, 1], "3": "4"}
 
 
 NUMBERS = """
 import sys, json
-from eigentrace.serve.answers import Answers
-from eigentrace.serve.app import make_app
-from eigentrace.serve.subject import Subject
+from eigentrace.page.replies import Answers
+from eigentrace.page.app import make_app
+from eigentrace.page.subject import Subject
 found = Answers(Subject(sys.argv[1])).overview()
 print(json.dumps([found["kind"], found["rows"], "torch" in sys.modules, "transformers" in sys.modules]))
 """
@@ -143,7 +143,8 @@ def test_the_overview_comes_before_torch_is_loaded(pairs):
 
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn"])
 def test_a_missing_package_is_named_with_its_extra(scored, name):
-    code = f"import sys; sys.modules[{name!r}] = None; from eigentrace.serve.launch import serve; serve(sys.argv[1])"
+    start = "from eigentrace.page.server import run_server; run_server(sys.argv[1])"
+    code = f"import sys; sys.modules[{name!r}] = None; {start}"
     run = subprocess.run([sys.executable, "-c", code, str(scored)], capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert f"needs the package {name}" in run.stderr

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from eigentrace.errors import BusyError, InputError, MismatchError
-from eigentrace.serve import journal as room
-from eigentrace.serve.journal import Journal
+from eigentrace.page import journal as room
+from eigentrace.page.journal import Journal
 from tests.serving import started
 
 ROWS = 5000

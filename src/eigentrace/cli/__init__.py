@@ -99,7 +99,7 @@ def _demo(out: Path, seed: int, steps: int, as_json: bool = False) -> None:
     # Imported here: torch takes seconds to load, and `--help` must not wait for it.
     from eigentrace.demo import run_demo
     from eigentrace.demo.folder import REPORT, RUN, SUMMARY
-    from eigentrace.report import methods_table
+    from eigentrace.demo.report import methods_table
 
     summary = run_demo(out, seed=seed, steps=steps, on_message=_note if as_json else _say)
     if as_json:

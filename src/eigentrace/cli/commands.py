@@ -1,5 +1,6 @@
 """What the commands do. Results go to the standard output, everything else to the standard error."""
 
+import inspect
 import json
 import math
 import shutil
@@ -14,66 +15,92 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from eigentrace.artifact import read_manifest
+from eigentrace.cleaning.decisions import Decisions, check_decisions_file
+from eigentrace.cleaning.export import export
 from eigentrace.cli import request
 from eigentrace.cli.deciding import decided
-from eigentrace.cli.showing import class_names, counted, show_explanation, show_fit, show_run
-from eigentrace.compute import Compute
-from eigentrace.decisions import Decisions, check_decisions_file
-from eigentrace.ensemble import load
+from eigentrace.cli.showing import classes_of, counted, show_explanation, show_fit, show_run
+from eigentrace.disk.atomic import replacing, sweep
+from eigentrace.disk.lock import locked
+from eigentrace.disk.manifest import read_manifest
 from eigentrace.errors import InputError
-from eigentrace.explain import Explanation
-from eigentrace.exporting import export
-from eigentrace.files import replacing, sweep
-from eigentrace.health import check as look
-from eigentrace.inputs import Inputs, check_source
-from eigentrace.lock import locked
-from eigentrace.methods import Arnoldi
-from eigentrace.run import Run, open_run
-from eigentrace.scoring import score as score_run
+from eigentrace.fits.fitted import Fitted
+from eigentrace.fits.load import load
+from eigentrace.loading import Inputs, check_source
+from eigentrace.methods.by_name import make_method
+from eigentrace.methods.method import Method
+from eigentrace.projection.engine import Compute
+from eigentrace.runs.explain import Explanation
+from eigentrace.runs.run import Run, open_run
+from eigentrace.runs.score import score as score_run
 from eigentrace.store import Folder
-from eigentrace.store.table import ID, OWN_COLUMNS
+from eigentrace.store.check import check as look
+from eigentrace.store.columns import ID, TAKEN
 
 
 def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], as_json: bool) -> None:
     """Fit into a new run, or go on with a fit that was interrupted."""
     folder = Folder(path)
     how = request.settled(path, config, given)
-    method = Arnoldi(**how["fit"])
+    method = make_method(how["fit"])
     # Nothing is written before the model and the data are there: wrong words leave no run behind.
     inputs = None if folder.fit.exists() else request.made(how, path)
     if inputs is not None:
-        how = request.bound(how, inputs, path, begun=request.has_begun(path))
+        how = request.bound(how, inputs, path, begun=folder.has_fit_begun)
+    fitted: Fitted | None = None
     with locked(folder.path):
         request.remember(path, how)
         sweep(folder.path)
         if inputs is not None and not folder.fit.exists():
             _note(f"{len(inputs.data):,} examples; {inputs.task.coverage}")
-            fitted = method.fit(inputs.task, inputs.data, resume=folder.krylov)
-            (fitted if fitted.coordinates is None else fitted.stored()).save(folder.fit)
+            fitted = _fitted(method, inputs, folder)
+            if fitted.can.save:
+                fitted.save(folder.fit)
+            else:
+                request.remember(path, how | {request.UNSAVED: {"method": fitted.method["name"]}})
         if folder.krylov.exists():
             shutil.rmtree(folder.krylov)
-    saved = read_manifest(folder.fit, "fit")
-    result = {"run": str(path), "fit": str(path / "fit")}
-    result |= {key: saved[key] for key in ("method", "coverage", "num_train", "num_products", "ending")}
+    known = ("method", "coverage", "num_train", "num_products", "ending")
+    if fitted is not None and not fitted.can.save:
+        saved: dict[str, Any] = {"method": fitted.record(), "coverage": str(fitted.task.coverage)}
+        saved["num_train"] = fitted.num_train
+    else:
+        saved = read_manifest(folder.fit, "fit")
+    result = {"run": str(path), "fit": str(folder.fit) if folder.fit.exists() else None}
+    result |= {key: saved[key] for key in known if key in saved}
     _answer(result, f"{show_fit(saved)}\nNext: eigentrace score {path}", as_json)
+
+
+def _fitted(method: Method, inputs: Inputs, folder: Folder) -> Fitted:
+    """Fit a method; one that can be interrupted keeps its state in the run, one with coordinates scores by features."""
+    resumes = "resume" in inspect.signature(method.fit).parameters
+    more: dict[str, Any] = {"resume": folder.krylov} if resumes else {}
+    fitted = method.fit(inputs.task, inputs.data, **more)
+    return fitted if getattr(fitted, "coordinates", None) is None else fitted.stored()
+
+
+def _fit_of(folder: Folder, how: Mapping[str, Any], inputs: Inputs) -> Fitted:
+    """Load the fit of a run, or make it again where its method keeps nothing that could be saved."""
+    if not folder.fit.exists() and request.UNSAVED in how:
+        return _fitted(make_method(how["fit"]), inputs, folder)
+    return load(folder.fit, inputs.task)
 
 
 def score(path: Path, given: Mapping[str, Any], device: str | None, as_json: bool) -> None:
     """Score every example into the run, or go on."""
     folder = Folder(path)
     how = request.stored(path)
-    if not folder.fit.exists():
+    if not folder.fit.exists() and request.UNSAVED not in how:
         raise InputError(f"{path} holds no finished fit. Run first: eigentrace fit {path}")
     asked = dict(how["score"]) | {name: value for name, value in given.items() if value is not None}
     limits = {name: asked.pop(name) for name in ("shard_rows", "shard_seconds", "features") if name in asked}
     compute = Compute(**asked)
     inputs = request.made(how, path, device)
     how = request.bound(how, inputs, path) if "data" in how else how
-    fitted = load(folder.fit, inputs.task)
+    fitted = _fit_of(folder, how, inputs)
     known = how | {"classes": _classes(inputs)}
     run = score_run(fitted, inputs.data, path, columns=_columns(inputs), compute=compute, how=known, **limits)
-    words = f"Scored {counted(run.num_rows, 'example')} into {counted(len(run.shards), 'shard')} of {path}."
+    words = f"Scored {counted(run.num_rows, 'example')} into {counted(len(run.reader.shards), 'shard')} of {path}."
     _answer(_summary(run, path), f"{words}\nNext: eigentrace info {path}", as_json)
 
 
@@ -99,7 +126,12 @@ def explain(
         how = request.stored(path)
         inputs = request.made(how, path)
         # To compare the data with what was scored takes a pass over it: only where its examples are needed.
-        run = run.attached(inputs.task, inputs.data if exact or rows or not run.num_features else None)
+        data = inputs.data if exact or rows or not run.num_features else None
+        run = (
+            run.with_fit(_fit_of(run.folder, how, inputs), data)
+            if request.UNSAVED in how
+            else run.attached(inputs.task, data)
+        )
         if queries is not None:
             asked = request.new_examples(how, path, queries)
     k = options.pop("k")
@@ -107,7 +139,7 @@ def explain(
     if out is not None:
         _write_answers(found, out)
     result: dict[str, Any] = {"run": str(path), "how": found.how, "shortlist": found.shortlist, "unit": found.unit}
-    result |= {"classes": class_names(run)}
+    result |= {"classes": classes_of(run)}
     result |= {"rows": rows} if rows else {"queries": str(queries)}
     words = show_explanation(found, run, rows) + ("" if out is None else f"\n\nAnswers: {out}")
     _answer(result | {"answers": found.table().to_pylist()}, words, as_json)
@@ -159,7 +191,7 @@ def clean(
 
 def check(path: Path, repair: bool, as_json: bool) -> None:
     """Look at every file, and with `repair` score again what is damaged or missing."""
-    folder = request.scored(path)
+    folder = request.scored_folder(path)
     first = health = look(path, repair=repair)
     if repair and not health.is_good:
         how = request.stored(path)
@@ -170,7 +202,7 @@ def check(path: Path, repair: bool, as_json: bool) -> None:
         if health.num_missing:
             _note(f"Scoring {counted(health.num_missing, 'row')} again.")
         score_run(
-            load(folder.fit, inputs.task), inputs.data, path, columns=_columns(inputs), compute=Compute(**pinned),
+            _fit_of(folder, how, inputs), inputs.data, path, columns=_columns(inputs), compute=Compute(**pinned),
             features=folder.manifest["features"]["type"], how=folder.manifest["how"],
         )  # fmt: skip
         health = look(path)
@@ -201,7 +233,7 @@ def info(path: Path, as_json: bool) -> None:
 
 
 def _opened(path: Path) -> Run:
-    return open_run(request.scored(path).path)
+    return open_run(request.scored_folder(path).path)
 
 
 def _after(run: Run, path: Path) -> str:
@@ -210,7 +242,10 @@ def _after(run: Run, path: Path) -> str:
         return f"Next: eigentrace score {path}"
     row = run.self_influence().top(1).rows[0]
     rest = "--decisions decisions.parquet" if "function" in _input_of(run) else "--out a/new/file"
-    return f"Next: eigentrace explain {path} --row {row}\n      eigentrace clean {path} --drop 5% {rest}"
+    clean_up = f"eigentrace clean {path} --drop 5% {rest}"
+    if not run.reader.scores_pairs:
+        return f"Next: {clean_up}"
+    return f"Next: eigentrace explain {path} --row {row}{'' if run.num_features else ' --exact'}\n      {clean_up}"
 
 
 def _summary(run: Run, path: Path) -> dict[str, Any]:
@@ -223,9 +258,9 @@ def _summary(run: Run, path: Path) -> dict[str, Any]:
         "method": manifest["method"]["name"],
         "features": manifest["features"],
         "compute": manifest["compute"],
-        "shards": len(run.shards),
+        "shards": len(run.reader.shards),
         "columns": list(run.columns),
-        "classes": class_names(run),
+        "classes": classes_of(run),
         "versions": manifest["versions"],
     }
     if run.is_complete:
@@ -248,7 +283,7 @@ def _columns(inputs: Inputs) -> pa.Table | None:
     if inputs.data.ids is not None and ID in table.column_names:
         table = table.drop_columns([ID])
     taken = table.column_names
-    return table.rename_columns([_given(name, taken) if name in OWN_COLUMNS else name for name in taken])
+    return table.rename_columns([_given(name, taken) if name in TAKEN else name for name in taken])
 
 
 def _given(name: str, taken: Sequence[str]) -> str:

@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
-from eigentrace.cleaning import clean
-from eigentrace.decisions import WORDS, Decisions
+from eigentrace.cleaning.decisions import WORDS, Decisions
+from eigentrace.cleaning.thresholds import clean
 from eigentrace.errors import InputError, MismatchError
-from eigentrace.run import Run
+from eigentrace.runs.run import Run
 from eigentrace.store import Folder
-from eigentrace.unchanged import id_difference, label_difference, stored_ids
+from eigentrace.store.same_data import id_difference, label_difference, stored_ids
 
 # What a report exports, for the rows that were decided on alone.
 _OF_REPORT = {"row": pa.int64(), "id": pa.string(), "decision": pa.string(), "new_label": pa.int64()}

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eigentrace.errors import InputError
+from eigentrace.store.folder import Folder
 
 if TYPE_CHECKING:
-    from eigentrace.serve.launch import Place
+    from eigentrace.page.server import Place
 
 _NO_SERVER = 'The page needs the packages fastapi and uvicorn. In the clone: pip install -e ".[serve]"'
 
@@ -24,7 +25,7 @@ def serve(path: Path, port: int, host: str, token: str | None, model: bool, open
             print(f"{path} is at {place.url} (Ctrl-C ends it; decisions are saved as you make them)", flush=True)
 
     try:
-        from eigentrace.serve.launch import serve as start
+        from eigentrace.page.server import run_server as start
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "uvicorn", "starlette"):
             raise
@@ -37,10 +38,10 @@ def serve(path: Path, port: int, host: str, token: str | None, model: bool, open
 
 def report(path: Path, out: Path | None, rows: int, as_json: bool) -> None:
     """Write the page as one file."""
-    from eigentrace.serve.report import write_report
+    from eigentrace.page.one_file import write_report
 
     _check_scored(path)
-    written = write_report(path, path / "page.html" if out is None else out, rows=rows)
+    written = write_report(path, Folder(path).page_file if out is None else out, rows=rows)
     size = written.stat().st_size
     if as_json:
         print(json.dumps({"run": str(path), "out": str(written), "bytes": size}), flush=True)
@@ -50,7 +51,7 @@ def report(path: Path, out: Path | None, rows: int, as_json: bool) -> None:
 
 def _check_scored(path: Path) -> None:
     """Say which command comes first, where nothing is scored yet; torch is loaded for these words only."""
-    if not (path / "manifest.json").exists():
+    if not Folder(path).exists:
         from eigentrace.cli import request
 
-        request.scored(path)
+        request.scored_folder(path)

@@ -1,6 +1,5 @@
 """What a run was asked for: stored with it when it begins, and read again by every later command."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,17 +8,23 @@ from typing import Any
 import torch
 
 from eigentrace.data import Data
+from eigentrace.disk.atomic import replacing
 from eigentrace.errors import InputError, MismatchError
-from eigentrace.files import replacing
-from eigentrace.inputs import Inputs, from_config, make_inputs
-from eigentrace.store import Folder
-from eigentrace.unchanged import difference, labels_at_hand
+from eigentrace.loading import Inputs, from_config, make_inputs
+from eigentrace.methods.by_name import DEFAULT
+from eigentrace.numeric.hashing import hash_arrays
+from eigentrace.store.folder import REQUEST, Folder
+from eigentrace.store.same_data import difference, labels_at_hand
 
-REQUEST = "request.json"
+UNSAVED = "unsaved"
+"""Under this a request says that its method was fitted, and keeps nothing that could be saved."""
 _NEEDED = {"model": "--model", "dataset": "--data", "task": "--task"}
 _WAYS = "--model, --data and --task, with --input file.py:function, or with --config file.toml"
 # What may be another one when a fit goes on: where and how examples are prepared, not what they are.
 _FREE = ("device", "workers", "resolved")
+
+# Settings of a fit that are words, whatever they look like.
+_WORDS = ("method", "params", "curvature", "precision")
 
 How = dict[str, dict[str, Any]]
 
@@ -27,7 +32,7 @@ How = dict[str, dict[str, Any]]
 def settled(path: Path, config: Path | None, given: dict[str, dict[str, Any]]) -> How:
     """Take the settings of this call; without any, those the run was begun with."""
     folder, fit = Folder(path), given["fit"]
-    given["fit"] = fit | {name: number(fit[name]) for name in ("tail", "coordinates", "sample")}
+    given["fit"] = {name: value if name in _WORDS else number(value) for name, value in fit.items()}
     if config is None and all(value is None for part in given.values() for value in part.values()):
         return stored(path)
     _check_named(config, given["input"])
@@ -35,7 +40,7 @@ def settled(path: Path, config: Path | None, given: dict[str, dict[str, Any]]) -
     if not (path / REQUEST).exists():
         _refuse_others(path)
         return how
-    if not folder.fit.exists() and not folder.krylov.exists():
+    if not folder.fit.exists() and not folder.krylov.exists() and UNSAVED not in (folder.request or {}):
         return how
     held = stored(path)
     differing = _differing(held, how)
@@ -44,7 +49,7 @@ def settled(path: Path, config: Path | None, given: dict[str, dict[str, Any]]) -
             f"{path} was begun with other settings: {differing}. Go on with `eigentrace fit {path}` "
             "alone, or choose another directory; nothing was changed."
         )
-    known = {name: held[name] for name in ("data",) if name in held}
+    known = {name: held[name] for name in ("data", UNSAVED) if name in held}
     return how | {"score": held["score"] | how["score"]} | known
 
 
@@ -89,17 +94,11 @@ def made(how: Mapping[str, Any], home: Path, device: str | None = None) -> Input
     return make_inputs({"input": asked}, home)
 
 
-def has_begun(path: Path) -> bool:
-    """Tell whether something of a fit is there that other data would not go with."""
-    folder = Folder(path)
-    return folder.fit.exists() or (folder.krylov / "manifest.json").exists()
-
-
 def bound(how: How, inputs: Inputs, path: Path, begun: bool = True) -> How:
     """Add what the data holds to a request; stop if a fit has begun with data that held something else."""
     labels = labels_at_hand(inputs.data, inputs.task)
     now: dict[str, Any] = {"rows": len(inputs.data), "fingerprint": inputs.data.fingerprint()}
-    now |= {} if labels is None else {"labels": hashlib.sha256(labels.tobytes()).hexdigest()}
+    now |= {} if labels is None else {"labels": hash_arrays([("", labels)])}
     now |= {} if inputs.content is None else inputs.content()
     held = how.get("data", now) if begun else now
     if held.get("rows") != now["rows"]:
@@ -131,7 +130,7 @@ def new_examples(how: Mapping[str, Any], home: Path, queries: Path) -> Data:
     return made({"input": asked | {"resolved": resolved}}, home).data
 
 
-def scored(path: Path) -> Folder:
+def scored_folder(path: Path) -> Folder:
     """Return the folder of a run that scoring has begun in, or say which command comes first."""
     if not path.is_dir():
         raise InputError(f"There is no run at {path}. Check the path.")
@@ -145,7 +144,7 @@ def unscored(path: Path) -> tuple[str, str] | None:
     folder = Folder(path)
     if folder.exists:
         return None
-    if folder.fit.exists():
+    if folder.fit.exists() or UNSAVED in (folder.request or {}):
         return "the fit is finished, and nothing is scored yet", f"eigentrace score {path}"
     if folder.krylov.exists() or (path / REQUEST).exists():
         return "the fit is not finished", f"eigentrace fit {path}"
@@ -153,9 +152,13 @@ def unscored(path: Path) -> tuple[str, str] | None:
 
 
 def number(value: Any) -> Any:
-    """Read a number as one, and leave other words as they are."""
+    """Read a number as one, true and false as what they are, a list item by item, and leave other words as they are."""
+    if isinstance(value, list):
+        return [number(item) for item in value]
     if not isinstance(value, str):
         return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
     for kind in (int, float):
         try:
             return kind(value)
@@ -189,6 +192,8 @@ def _differing(held: How, asked: How) -> str:
     words = []
     for section in ("input", "fit"):
         before, now = ({**part[section], **part[section].get("resolved", {})} for part in (held, asked))
+        if section == "fit":
+            before, now = ({"method": DEFAULT} | part for part in (before, now))
         for key in sorted({*before, *now} - {*_FREE}):
             if before.get(key) != now.get(key):
                 words.append(f"{key} is {_said(before, key)} there and {_said(now, key)} here")

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from eigentrace.explain import EXACT, RESCORED, Explanation, Side
-from eigentrace.run import Run
+from eigentrace.runs.explain import EXACT, RESCORED, Explanation, Side
+from eigentrace.runs.run import Run
 
 _WIDEST = 48
 _SHARES = (0.05, 0.5, 0.95, 0.99)
@@ -23,7 +23,7 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
-def class_names(run: Run) -> list[str] | None:
+def classes_of(run: Run) -> list[str] | None:
     """Return the model's names of its classes, if it has any."""
     return (run.manifest["how"] or {}).get("classes")
 
@@ -43,7 +43,8 @@ def show_table(columns: Mapping[str, Any]) -> str:
 
 def show_fit(saved: Mapping[str, Any]) -> str:
     """Say what a finished fit is."""
-    done = counted(saved["num_products"], "curvature product")
+    name = saved["method"]["name"]
+    done = counted(saved["num_products"], "curvature product") if "num_products" in saved else name
     return f"Fitted {saved['coverage']} on {counted(saved['num_train'], 'example')}: {done}."
 
 
@@ -53,7 +54,7 @@ def show_run(run: Run, path: Path) -> str:
     lines = [
         f"{path}: {counted(run.num_rows, 'example')}, {manifest['method']['name']}, {manifest['coverage']}",
         f"{counted(run.num_features, 'feature')} per example ({features['hold']}) as {features['type']}, in "
-        f"{counted(len(run.shards), 'shard')}",
+        f"{counted(len(run.reader.shards), 'shard')}",
     ]
     if not run.is_complete:
         return "\n".join([*lines, f"not complete: {run.num_missing:,} of {run.num_rows:,} examples are missing"])
@@ -63,7 +64,7 @@ def show_run(run: Run, path: Path) -> str:
     ranking = run.self_influence()
     spread = ", ".join(f"{ranking.quantile(q):.4g} ({q:.0%})" for q in _SHARES)
     lines += [f"self-influence, and the share of examples below: {spread}", "", "highest self-influence"]
-    top, names = ranking.top(10), class_names(run)
+    top, names = ranking.top(10), classes_of(run)
     columns: dict[str, Any] = {"row": top.rows}
     columns |= {} if top.ids is None else {"id": top.ids}
     columns |= {"score": top.scores}
@@ -76,7 +77,7 @@ def show_run(run: Run, path: Path) -> str:
 
 def show_explanation(found: Explanation, run: Run, rows: Sequence[int]) -> str:
     """Show for every query who speaks for it and who against."""
-    classes = class_names(run)
+    classes = classes_of(run)
     exact = "" if found.how in (EXACT, RESCORED) else "; --exact loads the model"
     lines = [f"Scores{_UNITS[found.unit]} ({found.told}{exact})"]
     for query in range(len(found.proponents.rows)):

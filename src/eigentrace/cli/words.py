@@ -77,6 +77,7 @@ def fit(
         str | None, _of_fit("Parameters that count: all, 'last layer', 'top 20%', a pattern of names.")
     ] = None,
     l2: Annotated[float | None, _of_fit("Weight of the penalty the model was trained with.")] = None,
+    method: Annotated[str | None, _of_fit("Arnoldi if not given; TracIn, RandProj, Lissa, Loss, …")] = None,
     steps: Annotated[int | None, _of_fit("Curvature products (200).")] = None,
     keep: Annotated[int | None, _of_fit("Directions kept (50).")] = None,
     tail: Annotated[str | None, _of_fit("What stands for the others: auto, shaped, none, or a number.")] = None,
@@ -85,9 +86,13 @@ def fit(
     sample: Annotated[str | None, _of_fit("Examples the curvature is taken on (8192), or all.")] = None,
     precision: Annotated[str | None, _of_fit("fp32 or bf16.")] = None,
     seed: Annotated[int | None, _of_fit("Decides on everything random.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        _of_fit("Any other setting of the method: depth=50; a name given again is a list.", "--set"),
+    ] = None,
     json: _Json = False,
 ) -> None:
-    """Diagonalise the curvature of a trained model on its training data.
+    """Fit an attribution method to a trained model: unless another is named, diagonalise its curvature.
 
     Give a Hugging Face folder with a dataset (--model, --data, --task), or a function of your own (--input).
 
@@ -98,15 +103,28 @@ def fit(
 
 
 _OF_FIT = (
-    "params", "l2", "steps", "keep", "tail", "coordinates", "curvature", "sample", "precision", "seed",
+    "params", "l2", "method", "steps", "keep", "tail", "coordinates", "curvature", "sample", "precision", "seed",
 )  # fmt: skip
 
 
 def _grouped(given: dict[str, Any]) -> dict[str, Any]:
     """Sort the options of a fit into the sections that a file of settings has."""
     plain = {"path": given.pop("run"), "config": given.pop("config"), "as_json": given.pop("json")}
+    others = given.pop("set_") or []
     fit = {name: given.pop(name) for name in _OF_FIT}
+    for name, value in map(_setting, others):
+        if fit.get(name) is not None and name in _OF_FIT:
+            raise typer.BadParameter(f"--set {name}={value} and --{name} both give {name}: leave one of them out.")
+        held = fit.get(name)
+        fit[name] = value if held is None else [*(held if isinstance(held, list) else [held]), value]
     return plain | {"given": {"input": given, "fit": fit}}
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise typer.BadParameter(f"--set takes name=value, such as depth=50, got {text!r}.")
+    return name.strip().replace("-", "_"), value.strip()
 
 
 def score(

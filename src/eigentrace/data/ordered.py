@@ -1,6 +1,5 @@
 """Examples in a fixed order, with stable row numbers."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -10,11 +9,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from eigentrace.data.rows import Ids, Rows, as_rows, draw, ids_of, pick, spread
+from eigentrace.data.digest import digest_rows
+from eigentrace.data.row_numbers import Ids, Rows, as_rows, draw, ids_of, pick, spread
 from eigentrace.data.sources import Batch, Batches, Compared, Examples, Source, Taken, is_map_style
 from eigentrace.data.stream import Stream, refuse_unreadable
-from eigentrace.digest import digest_rows
 from eigentrace.errors import DataError
+from eigentrace.numeric.hashing import hash_digests
 
 # How many rows a fingerprint is taken of.
 _FINGERPRINTED = 64
@@ -196,16 +196,13 @@ class Data:
         """
         length = len(self) if self._source.is_counted else None
         rows: Rows = spread(len(self), _FINGERPRINTED) if self._source.is_seekable else range(_FINGERPRINTED)
-        total = hashlib.sha256(f"eigentrace data 1, {length} examples".encode())
         # A loader with batches of its own draws from the caller's global random state.
         with torch.random.fork_rng(devices=[]):
             found = [batch.digests for batch in self.batches(rows, digests=True)]
             if any(part is None for part in found):
                 # One by one, so that what was collated with them has no say.
                 found = [digest_rows(batch.values, len(batch)) for batch in self.rebatched(1).batches(rows)]
-        for part in found:
-            total.update(b"" if part is None else part.astype("<u8").tobytes())
-        return total.hexdigest()
+        return hash_digests(found, f"eigentrace data 1, {length} examples")
 
 
 def _while_all_have(batches: Iterator[Batch]) -> Iterator[Batch]:

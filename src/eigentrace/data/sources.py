@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from eigentrace.batch import described, length_of, select
-from eigentrace.data.rows import Rows, boundary, cut, pick, within, written
-from eigentrace.digest import digest_rows, digests
+from eigentrace.data.batch import describe_batch, length_of, select
+from eigentrace.data.digest import digest_rows, digests
+from eigentrace.data.row_numbers import Rows, boundary, cut, pick, within, written
 from eigentrace.errors import DataError
 from eigentrace.progress import track
 
@@ -211,8 +211,8 @@ class Batches:
             if not self.is_unbatched:
                 raise
             raise DataError(
-                f"{UNBATCHED}, and {described(batch)} is none: no tensor of it has a first dimension. If this is a "
-                f"single example, {NOT_SINGLE}"
+                f"{UNBATCHED}, and {describe_batch(batch)} is none: no tensor of it has a first dimension. If this is "
+                f"a single example, {NOT_SINGLE}"
             ) from error
 
     def _from(self, first: int) -> Iterator[tuple[int, Any]]:

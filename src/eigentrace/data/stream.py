@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from eigentrace.data.rows import OPEN, Rows, boundary, cut
+from eigentrace.data.digest import digests
+from eigentrace.data.row_numbers import OPEN, Rows, boundary, cut
 from eigentrace.data.sources import Batch, Collate, own_generator
-from eigentrace.digest import digests
 from eigentrace.errors import DataError
 from eigentrace.progress import track
 

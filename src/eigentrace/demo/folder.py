@@ -9,8 +9,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from eigentrace.demo.inputs import FUNCTION, NETWORK, REQUEST
+from eigentrace.demo.inputs import FUNCTION, NETWORK
 from eigentrace.errors import InputError, NumericalError
+from eigentrace.store.folder import REQUEST, WRITTEN
 
 SUMMARY = "summary.json"
 REPORT = "report.html"
@@ -19,10 +20,7 @@ _WORK, _OLD = f".{RUN}.partial", f".{RUN}.old.partial"
 # What a demo that was killed may leave behind.
 _PARTIAL = {f".{SUMMARY}.partial", f".{REPORT}.partial", _WORK, _OLD}
 # What a demo writes into a run; anything else is somebody's work.
-_OF_RUN = {
-    "manifest.json", "shards.json", "columns.parquet", "table.parquet", "weights.safetensors", "lock", "fit", "shards",
-    NETWORK, REQUEST,
-}  # fmt: skip
+_OF_RUN = {*WRITTEN, NETWORK}
 
 
 def claim(out: Path) -> None:

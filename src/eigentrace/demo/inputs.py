@@ -12,20 +12,21 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from eigentrace.artifact import read_tensors
 from eigentrace.demo.cnn import make_cnn
 from eigentrace.demo.digits import NUM_CLASSES, load_digits
 from eigentrace.demo.experiment import Trained
-from eigentrace.files import replacing, write_tensors
-from eigentrace.inputs import Inputs
-from eigentrace.inputs.columns import class_of
-from eigentrace.inputs.config import IN_RUN, RUN
-from eigentrace.inputs.images import read_pixels
-from eigentrace.inputs.made import Example
-from eigentrace.shown import Tensors
+from eigentrace.disk.atomic import replacing
+from eigentrace.disk.tensors import read_tensors, write_tensors
+from eigentrace.formats.dataset_columns import class_of
+from eigentrace.loading import Inputs
+from eigentrace.loading.image_dataset import read_pixels
+from eigentrace.loading.inputs import Example
+from eigentrace.loading.settings_file import IN_RUN, RUN
+from eigentrace.rendering import Tensors
+from eigentrace.store.folder import REQUEST
 
 FUNCTION = "eigentrace.demo.inputs:digits"
-NETWORK, REQUEST = "network.safetensors", "request.json"
+NETWORK = "network.safetensors"
 CLASSES = tuple(str(digit) for digit in range(NUM_CLASSES))
 _SIDE = 28
 _LABELS = "given_labels"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eigentrace.demo.experiment import Trained
-from eigentrace.report import Example, Fact, MethodRow, Note, Report
+from eigentrace.demo.report import Example, Fact, MethodRow, Note, Report
 
 NUM_EXAMPLES = 25
 

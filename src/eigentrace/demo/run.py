@@ -17,10 +17,10 @@ from eigentrace.demo.experiment import Accuracy, Trained, train_on_wrong_labels
 from eigentrace.demo.folder import RUN, claim, new_run, place, write
 from eigentrace.demo.inputs import CLASSES, inputs_of, keep_network, keep_request, request_of
 from eigentrace.demo.present import make_report
+from eigentrace.demo.report import MethodRow, render_page
 from eigentrace.errors import EigentraceWarning
 from eigentrace.evaluate import retrieval
-from eigentrace.inputs import Inputs
-from eigentrace.report import MethodRow, render_page
+from eigentrace.loading import Inputs
 
 KEEP = 50
 DEFAULT_STEPS = 100

@@ -11,7 +11,7 @@ from eigentrace.evaluate.retrieval import Detection, Retrieval, detection, retri
 from eigentrace.evaluate.stacked import SGD
 from eigentrace.evaluate.subsets import Subsets
 from eigentrace.evaluate.training import Loop, Trainer
-from eigentrace.ranks import pearson, spearman
+from eigentrace.numeric.rank_correlation import pearson, spearman
 
 __all__ = [
     # finding examples that are known to be bad

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from eigentrace.compute import Compute
 from eigentrace.errors import InputError
 from eigentrace.evaluate.arrays import Values, as_array
 from eigentrace.evaluate.retrieval import Detection, Retrieval, detection, retrieval
-from eigentrace.methods import Loss, TracIn
-from eigentrace.task import Task
+from eigentrace.methods.losses import Loss
+from eigentrace.methods.similarity import TracIn
+from eigentrace.projection.engine import Compute
+from eigentrace.task.task import Task
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,10 +9,10 @@ import numpy as np
 
 from eigentrace.errors import InputError
 from eigentrace.evaluate.arrays import checked
+from eigentrace.evaluate.curves import Curve, curves_svg
 from eigentrace.evaluate.retrain import train_jobs
-from eigentrace.evaluate.subsets import Job, model_seed
+from eigentrace.evaluate.subsets import TrainingJob, model_seed
 from eigentrace.evaluate.training import as_trainer
-from eigentrace.report.curves import Curve, curves_svg
 from eigentrace.settings import check_counts
 
 RANDOM = "random"
@@ -81,12 +81,12 @@ def retraining_curves(
     numbers = [model_seed(seed, j) for j in range(seeds)]
     randoms = [np.random.default_rng([seed, j]).permutation(num_train) for j in range(seeds)]
     jobs = [
-        Job(np.sort(order[count:]), number)
+        TrainingJob(np.sort(order[count:]), number)
         for own in ([order] * seeds for order in orders.values())
         for count in counts
         for order, number in zip(own, numbers, strict=True)
     ]
-    jobs += [Job(np.sort(o[count:]), n) for count in counts for o, n in zip(randoms, numbers, strict=True)]
+    jobs += [TrainingJob(np.sort(o[count:]), n) for count in counts for o, n in zip(randoms, numbers, strict=True)]
     outputs = train_jobs(trainer, jobs, num_train, cache).mean(dim=1).view(-1, len(counts), seeds).numpy()
     values = dict(zip([*orders, RANDOM], outputs, strict=True))
     return RetrainingCurves(np.array(counts) / num_train, values, drop)

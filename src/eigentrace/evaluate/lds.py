@@ -8,7 +8,7 @@ import numpy as np
 from eigentrace.errors import InputError
 from eigentrace.evaluate.arrays import checked, summed
 from eigentrace.evaluate.retrain import Retrained
-from eigentrace.ranks import Ranking, correlation
+from eigentrace.numeric.rank_correlation import RowRanks, correlation
 from eigentrace.settings import check_counts
 
 Resample = Literal["queries", "subsets", "both"]
@@ -68,7 +68,7 @@ def lds(
         raise InputError(f"resample must be 'queries', 'subsets' or 'both', got {resample!r}.")
     if not 0 < level < 1:
         raise InputError(f"level must be between 0 and 1, got {level!r}.")
-    predicted, actual = Ranking(subset_predictions(values, retrained)), Ranking(retrained.mean.T)
+    predicted, actual = RowRanks(subset_predictions(values, retrained)), RowRanks(retrained.mean.T)
     per_query = _correlations(predicted, actual, None)
     judged = ~np.isnan(per_query)
     if not judged.any():
@@ -99,7 +99,7 @@ def subset_predictions(scores: np.ndarray, retrained: Retrained) -> np.ndarray: 
     return -sums if retrained.higher_is_worse else sums
 
 
-def _correlations(predicted: Ranking, actual: Ranking, counts: np.ndarray | None) -> np.ndarray:  # (Q,)
+def _correlations(predicted: RowRanks, actual: RowRanks, counts: np.ndarray | None) -> np.ndarray:  # (Q,)
     """Correlate ranks; a prediction that does not vary is worth 0, a truth that does not vary says nothing."""
     forecast, truth = predicted.ranks(counts), actual.ranks(counts)
     found = correlation(forecast, truth, counts)

@@ -12,7 +12,7 @@ from eigentrace.evaluate.arrays import checked, summed
 from eigentrace.evaluate.retrain import train_jobs
 from eigentrace.evaluate.subsets import Subsets, model_seed
 from eigentrace.evaluate.training import Trainer, as_trainer
-from eigentrace.ranks import pearson, spearman
+from eigentrace.numeric.rank_correlation import pearson, spearman
 from eigentrace.settings import check_counts
 
 

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 from eigentrace.errors import InputError
 from eigentrace.evaluate.stacked import SGD, FusedStack, MappedStack, OutputLoss, Stack, State, plain_layers
-from eigentrace.evaluate.subsets import Job
-from eigentrace.evaluate.training import described, digest
+from eigentrace.evaluate.subsets import TrainingJob
+from eigentrace.evaluate.training import recipe_as_json, tensor_hash
 from eigentrace.progress import track
 from eigentrace.settings import check_counts, settings_of
 
@@ -100,7 +100,7 @@ class ManyModels:
         self._measure = measure if callable(measure) else margin if measure == "margin" else self._loss
         self.higher_is_worse = measure != "margin" if higher_is_worse is None else higher_is_worse
         pairs = [_pair(train, "train"), _pair(queries, "queries")]
-        self._described = {"train": digest(*pairs[0]), "queries": digest(*pairs[1])}
+        self._described = {"train": tensor_hash(*pairs[0]), "queries": tensor_hash(*pairs[1])}
         self._device = torch.device(device) if device is not None else pairs[0][0].device
         (self._x, self._y), (self._qx, self._qy) = ((self._placed(x), self._targets(y)) for x, y in pairs)
         self._layers = self._plan(engine)
@@ -112,11 +112,6 @@ class ManyModels:
     def at_once(self) -> int:
         """How many models are trained together."""
         return self._at_once
-
-    @property
-    def is_fused(self) -> bool:
-        """Tell whether the faster way for plain networks is taken."""
-        return self._layers is not None
 
     def check(self, num_train: int) -> None:
         """Refuse a training set of another size."""
@@ -132,16 +127,16 @@ class ManyModels:
         return {
             "trainer": "ManyModels",
             "model": " ".join(str(self._model).split()),
-            "class": described(type(self._model)),
+            "class": recipe_as_json(type(self._model)),
             "shapes": shapes,
-            "kept": digest(*(own[n] for n in kept)) if kept else None,
+            "kept": tensor_hash(*(own[n] for n in kept)) if kept else None,
             "sgd": settings_of(self._sgd),
             **{name: _named(f) for name, f in {"loss": self._loss, "measure": self._measure}.items()},
             "initialise": _named(self._initialise),
             **self._described,
         }
 
-    def outputs(self, jobs: Sequence[Job]) -> Tensor:  # (jobs, Q)
+    def outputs(self, jobs: Sequence[TrainingJob]) -> Tensor:  # (jobs, Q)
         """Train one model per job, and measure each query with it."""
         found: list[Tensor | None] = [None] * len(jobs)
         sizes = {len(job.rows) for job in jobs}
@@ -173,7 +168,7 @@ class ManyModels:
             generator.set_state(torch.get_rng_state())
         return {name: tensor.detach() for name, tensor in model.named_parameters()}, generator
 
-    def _train(self, jobs: Sequence[Job]) -> Tensor:  # (jobs, Q)
+    def _train(self, jobs: Sequence[TrainingJob]) -> Tensor:  # (jobs, Q)
         states, generators = zip(*(self.start(job.seed) for job in jobs), strict=True)
         stack = self._stack(states)
         del states
@@ -283,4 +278,4 @@ def _check_labels(name: str, labels: Tensor, shown: Tensor) -> None:
 
 def _named(function: Any) -> str:
     # Ours are known by name: a cache must outlive a change of wording here.
-    return function.__name__ if function in (cross_entropy, margin, reset) else described(function)
+    return function.__name__ if function in (cross_entropy, margin, reset) else recipe_as_json(function)

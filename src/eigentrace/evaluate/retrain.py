@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigentrace.artifact import read_manifest, read_tensors, write
+from eigentrace.disk.manifest import read_manifest, write_directory
+from eigentrace.disk.tensors import read_tensors
 from eigentrace.errors import InputError, MismatchError, NumericalError
-from eigentrace.evaluate.store import Store
-from eigentrace.evaluate.subsets import Job, Subsets, model_seed
+from eigentrace.evaluate.output_cache import Store
+from eigentrace.evaluate.subsets import Subsets, TrainingJob, model_seed
 from eigentrace.evaluate.training import Trainer, as_trainer
 from eigentrace.progress import track
 from eigentrace.settings import check_counts
@@ -65,7 +66,7 @@ class Retrained:
             "masks": torch.from_numpy(np.packbits(self.masks, axis=1)),
             "outputs": torch.from_numpy(self.outputs),
         }
-        write(Path(path), manifest, {"retrained.safetensors": tensors})
+        write_directory(Path(path), manifest, {"retrained.safetensors": tensors})
 
     @classmethod
     def load(cls, path: str | Path) -> "Retrained":
@@ -114,7 +115,7 @@ def retrain(
 
 
 def train_jobs(
-    trainer: Trainer, jobs: Sequence[Job], num_train: int, cache: str | Path | None
+    trainer: Trainer, jobs: Sequence[TrainingJob], num_train: int, cache: str | Path | None
 ) -> Tensor:  # (jobs, Q) float64
     """Train what the cache does not have, each model once, and return the outputs of all."""
     trainer.check(num_train)
@@ -146,7 +147,7 @@ def _opened(path: Path, trainer: Trainer, num_train: int) -> Store:
     return Store(path, recipe, num_train)
 
 
-def _check(jobs: Sequence[Job], outputs: Tensor, found: dict[Any, Tensor]) -> None:
+def _check(jobs: Sequence[TrainingJob], outputs: Tensor, found: dict[Any, Tensor]) -> None:
     if outputs.ndim != 2 or len(outputs) != len(jobs):
         raise InputError(f"The trainer gave {tuple(outputs.shape)} for {len(jobs)} models: expected (models, queries).")
     num_queries = len(next(iter(found.values()))) if found else outputs.shape[1]

@@ -10,7 +10,7 @@ from eigentrace.errors import InputError
 from eigentrace.settings import check_counts
 
 
-class Job(NamedTuple):
+class TrainingJob(NamedTuple):
     """One model to train."""
 
     rows: np.ndarray  # (n,), ascending
@@ -77,10 +77,10 @@ class Subsets:
             raise InputError("There are no groups to leave out: give at least one row, or list of rows.")
         return cls(np.stack(masks))
 
-    def jobs(self, seeds: Sequence[Sequence[int]]) -> list[Job]:  # (m, s) -> m·s jobs
+    def jobs(self, seeds: Sequence[Sequence[int]]) -> list[TrainingJob]:  # (m, s) -> m·s jobs
         """Pair every subset with its seeds, in order."""
         rows = [np.flatnonzero(mask) for mask in self.masks]
-        return [Job(part, seed) for part, own in zip(rows, seeds, strict=True) for seed in own]
+        return [TrainingJob(part, seed) for part, own in zip(rows, seeds, strict=True) for seed in own]
 
 
 def mask_of(rows: Any, num_train: int) -> np.ndarray:  # -> (N,) bool

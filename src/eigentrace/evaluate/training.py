@@ -1,6 +1,5 @@
 """What trains models on parts of the data: the contract, and a plain loop around anybody's training function."""
 
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from eigentrace.errors import InputError
-from eigentrace.evaluate.subsets import Job
+from eigentrace.evaluate.subsets import TrainingJob
+from eigentrace.numeric.hashing import hash_arrays, hash_text
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class Trainer(Protocol):
         """Describe everything that outputs depend on, apart from rows and seed, as JSON; None if it cannot tell."""
         ...
 
-    def outputs(self, jobs: Sequence[Job]) -> Tensor:  # (jobs, Q)
+    def outputs(self, jobs: Sequence[TrainingJob]) -> Tensor:  # (jobs, Q)
         """Train one model per job, and measure each query with it."""
         ...
 
@@ -71,13 +71,13 @@ class Loop:
 
     def recipe(self) -> dict[str, Any] | None:
         """Describe the training as the caller did, if they did."""
-        return None if self._recipe is None else {"trainer": "Loop", "recipe": described(self._recipe)}
+        return None if self._recipe is None else {"trainer": "Loop", "recipe": recipe_as_json(self._recipe)}
 
-    def outputs(self, jobs: Sequence[Job]) -> Tensor:  # (jobs, Q)
+    def outputs(self, jobs: Sequence[TrainingJob]) -> Tensor:  # (jobs, Q)
         """Train one model per job, and measure each query with it."""
         return torch.stack([self._one(job) for job in jobs])
 
-    def _one(self, job: Job) -> Tensor:  # (Q,)
+    def _one(self, job: TrainingJob) -> Tensor:  # (Q,)
         found = self.train(job.rows.copy(), job.seed)
         if self.measure is not None:
             found = self.measure(found)
@@ -105,14 +105,14 @@ def as_trainer(trainer: Any) -> Trainer:
     return Loop(trainer)
 
 
-def described(value: Any) -> Any:
+def recipe_as_json(value: Any) -> Any:
     """Turn part of a recipe into JSON: tensors by their hash, functions by name and source."""
     if isinstance(value, Tensor | np.ndarray):
-        return digest(value)
+        return tensor_hash(value)
     if isinstance(value, Mapping):
-        return {str(key): described(item) for key, item in value.items()}
+        return {str(key): recipe_as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [described(item) for item in value]
+        return [recipe_as_json(item) for item in value]
     if isinstance(value, np.generic):
         return value.item()
     if value is None or isinstance(value, str | bool | int | float):
@@ -124,14 +124,10 @@ def described(value: Any) -> Any:
     )
 
 
-def digest(*tensors: Tensor | np.ndarray) -> str:
+def tensor_hash(*tensors: Tensor | np.ndarray) -> str:
     """Hash types, shapes and numbers."""
-    sha = hashlib.sha256()
-    for tensor in tensors:
-        flat = torch.as_tensor(tensor).detach().cpu().contiguous()
-        sha.update(f"{flat.dtype} {tuple(flat.shape)};".encode())
-        sha.update(flat.reshape(-1).view(torch.uint8).numpy().data if flat.numel() else b"")
-    return f"sha256:{sha.hexdigest()}"
+    found = [torch.as_tensor(tensor) for tensor in tensors]
+    return f"sha256:{hash_arrays((f'{tensor.dtype} {tuple(tensor.shape)};', tensor) for tensor in found)}"
 
 
 def _source_of(function: Any) -> str:
@@ -142,4 +138,4 @@ def _source_of(function: Any) -> str:
         source = inspect.getsource(function)
     except (OSError, TypeError):
         return name
-    return f"{name} sha256:{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    return f"{name} sha256:{hash_text(source)[:16]}"

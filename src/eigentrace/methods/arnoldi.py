@@ -10,25 +10,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigentrace.artifact import fingerprint
-from eigentrace.chance import generator_of
-from eigentrace.coordinates import check_wanted
-from eigentrace.curvature import Curvature, Kind, compiling_pays, resolve_kind
+from eigentrace.curvature.checks import check_curvature
+from eigentrace.curvature.operator import Curvature, Kind, compiling_pays, resolve_kind
+from eigentrace.curvature.products import Precision
 from eigentrace.data import Data
-from eigentrace.distill import Cut, Tail, distill, warn_unless_converged, warn_unless_convex
 from eigentrace.errors import InputError
-from eigentrace.iteration import SavedIteration, opened
-from eigentrace.krylov import Basis, Krylov, arnoldi, finished, lanczos
-from eigentrace.methods.lissa import Lissa
+from eigentrace.fits.cut import Cut, Tail
+from eigentrace.fits.eigen_fit import EigenFit
+from eigentrace.fits.reliability import rank_agreement
+from eigentrace.fits.tail_coordinates import check_wanted
+from eigentrace.krylov.eigenpairs import top_eigenpairs, warn_unless_converged, warn_unless_convex
+from eigentrace.krylov.iterate import Krylov, arnoldi, finished, lanczos
+from eigentrace.krylov.resume import SavedIteration, opened
+from eigentrace.krylov.vectors import Basis
 from eigentrace.methods.method import ready
-from eigentrace.probe import check_curvature
-from eigentrace.products import Precision
-from eigentrace.projected import Block, ProjectedFit
-from eigentrace.reliability import rank_agreement
-from eigentrace.rows import DenseRows
+from eigentrace.numeric.seeding import generator_of
 from eigentrace.settings import check_counts, settings_of
-from eigentrace.task import Task
-from eigentrace.vector import normal
+from eigentrace.task.layout import normal
+from eigentrace.task.task import Task
 
 # Coordinates along which a shaped tail has its shape, unless told: beyond them energies are far below δ (docs/tail.md).
 SHAPED_COORDINATES = 1024
@@ -95,9 +94,7 @@ class Arnoldi:
                 "Basis(max_vectors, restart_keep), or lower keep."
             )
 
-    def fit(
-        self, task: Task, data: Any, *, num_train: int | None = None, resume: str | Path | None = None
-    ) -> ProjectedFit:
+    def fit(self, task: Task, data: Any, *, num_train: int | None = None, resume: str | Path | None = None) -> EigenFit:
         """Diagonalise the curvature of the training loss; see `Method.fit` for the other arguments.
 
         Args:
@@ -111,16 +108,16 @@ class Arnoldi:
         task, data, size = ready(task, data, num_train)
         generator = generator_of(self.seed)
         with task.session(), self._opened(resume, task, data, size, generator) as saved:
-            distilled = distill(self._krylov(task, data, generator, saved), self.keep)
-        warn_unless_converged(distilled.spectrum)
+            eigenpairs = top_eigenpairs(self._krylov(task, data, generator, saved), self.keep)
+        warn_unless_converged(eigenpairs.spectrum)
         if resolve_kind(self.curvature, task) == "gauss-newton" and not self.spread:
-            warn_unless_convex(distilled.spectrum)
+            warn_unless_convex(eigenpairs.spectrum)
         wanted = SHAPED_COORDINATES if self.coordinates is None and self.tail == "shaped" else self.coordinates
         cut = Cut(self.keep, self.tail if self.tail != "shaped" else "auto", self.positive_only)
         settings = settings_of(self) | (
             {"agreement": asdict(rank_agreement(self, task, data))} if self.reliability else {}
         )
-        fitted = ProjectedFit.of(task, distilled, cut, settings, size)
+        fitted = EigenFit(task, eigenpairs, cut, settings, size)
         return fitted if wanted is None else fitted.with_coordinates(data, wanted).distill(tail=self.tail)
 
     def _opened(
@@ -133,7 +130,7 @@ class Arnoldi:
         settings = settings_of(self)
         basis = {f"basis {name}": value for name, value in settings_of(self.basis).items() if name != "name"}
         return {
-            "model": fingerprint(task),
+            "model": task.fingerprint(),
             "l2": {name: float(value) for name, value in task.l2.items() if value},
             "device": task.layout.device.type,
             "examples": len(data),
@@ -151,7 +148,7 @@ class Arnoldi:
             return done
         curvature = self._curvature(task, data, generator, saved)
         # Drawn whether or not it is needed, so that what is drawn after it is the same.
-        start = _normal(task, generator)
+        start = start_vector(task, generator)
         if saved is not None:
             saved.begin(compile=curvature.compile)
         if self.spread and self.sample is not None and self.sample < len(data):
@@ -168,42 +165,8 @@ class Arnoldi:
         return replace(curvature, compile=compiling_pays(curvature, self.steps) if wanted == "auto" else wanted)
 
 
-@dataclass(frozen=True)
-class InverseArnoldi:
-    """The paper's appendix: Arnoldi on H⁻¹, each product an iterative solve. A reference, not a recommendation."""
-
-    steps: int = 50
-    """Products with H⁻¹."""
-    keep: int = 10
-    """K, the eigenpairs of H⁻¹ kept."""
-    solver: Lissa = field(default_factory=lambda: Lissa(depth=50))
-    """How each product is solved."""
-    seed: int = 0
-    """Fixes the start vector."""
-
-    def __post_init__(self) -> None:
-        check_counts(1, steps=self.steps, keep=self.keep)
-        check_counts(0, seed=self.seed)
-        if not isinstance(self.solver, Lissa):
-            raise InputError(f"solver must be an eigentrace.Lissa, got {self.solver!r}.")
-        if self.keep > self.steps:
-            raise InputError(f"keep={self.keep} eigenpairs cannot come from steps={self.steps} products: raise steps.")
-
-    def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
-        """Diagonalise the inverse curvature; see `Method.fit` for the arguments."""
-        solved = self.solver.fit(task, data, num_train=num_train)
-        task = solved.task
-        start = _normal(task, generator_of(self.seed))
-        with task.session():
-            krylov = arnoldi(lambda v: solved.solve(v[None])[0], start, self.steps)
-            distilled = distill(krylov, self.keep)
-        rows = DenseRows(distilled.directions, task.layout)
-        # Eigenvalues of H⁻¹ multiply, where those of H divide.
-        block = Block(rows, distilled.spectrum.eigenvalues)
-        return ProjectedFit(task, (block,), settings_of(self), solved.num_train, has_curvature=True)
-
-
-def _normal(task: Task, generator: torch.Generator) -> Tensor:  # (P,)
+def start_vector(task: Task, generator: torch.Generator) -> Tensor:  # (P,)
+    """Draw where an iteration begins."""
     return normal((task.layout.numel,), generator, task.layout)
 
 

@@ -7,17 +7,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigentrace.curvature import Curvature, Kind, resolve_kind
+from eigentrace.curvature.checks import check_curvature
+from eigentrace.curvature.operator import Curvature, Kind, resolve_kind
 from eigentrace.data import Data
-from eigentrace.distill import Cut, Distilled, Spectrum, with_fixed_signs
 from eigentrace.errors import InputError, NumericalError, TaskError
-from eigentrace.krylov import Ending
+from eigentrace.fits.cut import Cut
+from eigentrace.fits.eigen_fit import EigenFit
+from eigentrace.krylov.eigenpairs import Eigenpairs, Spectrum, with_fixed_signs
+from eigentrace.krylov.iterate import Ending
 from eigentrace.methods.method import ready
-from eigentrace.probe import check_curvature
 from eigentrace.progress import track
-from eigentrace.projected import ProjectedFit
 from eigentrace.settings import check_counts, check_not_negative, settings_of
-from eigentrace.task import Task
+from eigentrace.task.task import Task
 
 # Products that are computed between two looks at the progress bar.
 _COLUMNS_AT_ONCE = 256
@@ -38,7 +39,7 @@ class ExactHessian:
         check_not_negative(damping=self.damping)
         check_counts(1, max_params=self.max_params)
 
-    def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> ProjectedFit:
+    def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> EigenFit:
         """Write the Hessian of all of the data down and diagonalise it; see `Method.fit` for the arguments."""
         size = task.layout.numel if isinstance(task, Task) else 0
         if size > self.max_params:
@@ -64,8 +65,8 @@ class ExactHessian:
         spectrum = Spectrum(
             values[order].cpu(), torch.zeros(size, dtype=values.dtype, device="cpu"), Ending.WHOLE_SPACE, size
         )
-        distilled = Distilled(with_fixed_signs(vectors[:, order].T.contiguous()), spectrum)
-        return ProjectedFit.of(task, distilled, Cut(size, None, False), settings_of(self), num_train)
+        eigenpairs = Eigenpairs(with_fixed_signs(vectors[:, order].T.contiguous()), spectrum)
+        return EigenFit(task, eigenpairs, Cut(size, None, False), settings_of(self), num_train)
 
 
 def _check_double(task: Task, data: Data) -> None:

@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigentrace.chance import generator_of
-from eigentrace.curvature import HELD_EXAMPLES, Curvature, Kind, resolve_kind
+from eigentrace.curvature.checks import check_curvature
+from eigentrace.curvature.operator import HELD_EXAMPLES, Curvature, Kind, resolve_kind
 from eigentrace.errors import InputError, NumericalError
-from eigentrace.krylov import lanczos, ritz
+from eigentrace.fits.solver_fit import SolvedFit
+from eigentrace.krylov.iterate import lanczos, ritz
 from eigentrace.methods.method import ready
-from eigentrace.probe import check_curvature
+from eigentrace.numeric.seeding import generator_of
 from eigentrace.progress import track
 from eigentrace.settings import check_counts, check_not_negative, settings_of
-from eigentrace.solved import SolvedFit
-from eigentrace.task import Task
-from eigentrace.vector import normal
+from eigentrace.task.layout import normal
+from eigentrace.task.task import Task
 
 # Batches, and Lanczos steps on each, from which "auto" learns how large the curvature of a batch gets.
 _SCALE_BATCHES, _SCALE_STEPS, _SCALE_MARGIN = 4, 8, 1.1

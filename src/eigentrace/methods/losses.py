@@ -1,17 +1,92 @@
-"""Losses that see memorised noise: averaged over the training, or over random changes of the inputs."""
+"""Scores without gradients: the loss now, over the training, or under random changes of the inputs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from eigentrace.augmented import FLIPS_AND_SHIFTS, Augment, AugmentedFit
-from eigentrace.checkpoints import Source, find_checkpoints
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eigentrace.data import Data
+from eigentrace.data.batch import map_tensors, tensors_of
 from eigentrace.errors import InputError
+from eigentrace.fits.fitted import Fitted
 from eigentrace.methods.method import ready
 from eigentrace.progress import track
+from eigentrace.projection.engine import Compute
 from eigentrace.settings import check_counts, settings_of
-from eigentrace.solved import LossFit
-from eigentrace.task import Task
+from eigentrace.task.checkpoints import Checkpoint, Source, find_checkpoints
+from eigentrace.task.checks import check_losses, name_loader, note_batch
+from eigentrace.task.task import Task
+
+Change = Callable[[Any, np.ndarray], Any]
+"""Changes a placed batch, by the rows of its examples."""
+
+
+def losses_of(task: Task, data: Data, change: Change | None = None, first: int = 0) -> Tensor:  # (N,) float64
+    """Evaluate the loss of every example, changed if a change is given, in the caller's session.
+
+    Args:
+        task: At the parameters asked about.
+        data: The examples.
+        change: What is done to each batch before.
+        first: The row that the change takes the first example for, where the data is a part of some other.
+    """
+    losses = torch.empty(len(data), dtype=torch.float64, device="cpu")
+    for batch in track(data.batches(), "Losses", len(data), len):
+        placed = task.place(batch.values)
+        placed = placed if change is None else change(placed, batch.rows + first)
+        try:
+            found = task.losses(task.params, placed)
+        except Exception as error:
+            note_batch(error, task, placed)
+            name_loader(error, data, batch.values)
+            raise
+        check_losses(found, batch.rows, task=task, batch=placed)
+        losses[batch.rows] = found.to(losses)
+    return losses
+
+
+@dataclass(frozen=True)
+class LossFit(Fitted):
+    """The loss of each example as its score, averaged over states of the model and over changes of the inputs."""
+
+    task: Task
+    method: dict[str, Any]
+    num_train: int
+    states: tuple[Checkpoint | None, ...] = (None,)
+    """Where Θ is taken; the model's own parameters if None."""
+    changes: tuple[Change | None, ...] = (None,)
+    has_curvature: bool = False
+
+    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
+        return self._mean(data, 0)
+
+    def scores_of_rows(self, data: Data, rows: range, compute: Compute) -> Tensor:  # (n,)
+        """Score a stretch of rows; what is done to an example depends on its row in all of the data."""
+        return self._mean(data.take(rows), rows.start)
+
+    def _mean(self, data: Data, first: int) -> Tensor:  # (N,)
+        total = torch.zeros(len(data), dtype=torch.float64, device="cpu")
+        for state in self.states:
+            with self.task.session():
+                task = self.task if state is None else self.task.at(state.load())
+                for change in self.changes:
+                    total += losses_of(task, data, change, first)
+        return (total / (len(self.states) * len(self.changes))).to(self.task.layout.dtype)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of each example. On easy noise it beats every influence method: always look at it beside them."""
+
+    def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> LossFit:
+        """Check the task; see `Method.fit` for the arguments."""
+        task, data, size = ready(task, data, num_train)
+        return LossFit(task, settings_of(self), size)
 
 
 @dataclass(frozen=True)
@@ -33,6 +108,51 @@ class MeanLoss:
         for state in track(states, "Checking checkpoints", len(states)):
             task.canonical(state.load())
         return LossFit(task, settings_of(self), size, states)
+
+
+Augment = Callable[[Any, np.ndarray, int], Any]
+
+
+@dataclass(frozen=True)
+class FlipsAndShifts:
+    """Mirror images with even chances, and shift them by a few pixels, filling up with zeros.
+
+    What happens to an example depends on its row and the seed alone, never on the batch it comes in.
+    """
+
+    flip: bool = True
+    """Mirror left and right: not for digits or text."""
+    pixels: int = 4
+    """Shift by up to so many, both ways."""
+
+    def __post_init__(self) -> None:
+        check_counts(0, pixels=self.pixels)
+
+    def __call__(self, batch: Any, rows: np.ndarray, seed: int) -> Any:
+        """Change all images (B, C, H, W) of a batch alike."""
+        if not any(_are_images(t, len(rows)) for t in tensors_of(batch)):
+            shapes = [f"{t.dtype} {tuple(t.shape)}" for t in tensors_of(batch)]
+            raise InputError(
+                f"Flips and shifts need images, floating numbers of shape (B, C, H, W), and the batch holds {shapes}. "
+                "Give AugmentedLoss(augment=...), a function of batch, rows and seed that returns a changed batch."
+            )
+        mirrored = _drawn(rows, seed, 0) % 2 == 1
+        down, right = (_drawn(rows, seed, which) % (2 * self.pixels + 1) for which in (1, 2))
+        return map_tensors(lambda t: self._moved(t, mirrored, down, right) if _are_images(t, len(rows)) else t, batch)
+
+    def _moved(self, images: Tensor, mirrored: np.ndarray, down: np.ndarray, right: np.ndarray) -> Tensor:
+        flip, y, x = (torch.from_numpy(a.astype(np.int64)).to(images.device) for a in (mirrored, down, right))
+        if self.flip:
+            images = torch.where(flip[:, None, None, None] == 1, images.flip(-1), images)
+        height, width = images.shape[-2:]
+        padded = F.pad(images, (self.pixels,) * 4).permute(0, 2, 3, 1)
+        index = torch.arange(len(images), device=images.device)[:, None, None]
+        rows = (y[:, None] + torch.arange(height, device=images.device))[:, :, None]
+        columns = (x[:, None] + torch.arange(width, device=images.device))[:, None]
+        return padded[index, rows, columns].permute(0, 3, 1, 2).contiguous()
+
+
+FLIPS_AND_SHIFTS = FlipsAndShifts()
 
 
 @dataclass(frozen=True)
@@ -62,5 +182,26 @@ class AugmentedLoss:
         task, data, size = ready(task, data, num_train)
         first = data.first(8)
         self.augment(task.place(first.values), first.rows, int(self.seed))
-        options = {"augment": self.augment, "draws": int(self.draws), "seed": int(self.seed)}
-        return AugmentedFit(task, settings_of(self), size, **options)  # type: ignore[arg-type]
+        first_seed = int(self.seed) * int(self.draws)
+        changes = tuple(partial(_changed, self.augment, first_seed + draw) for draw in range(self.draws))
+        return LossFit(task, settings_of(self), size, changes=changes)
+
+
+def _changed(augment: Augment, seed: int, batch: Any, rows: np.ndarray) -> Any:
+    return augment(batch, rows, seed)
+
+
+def _are_images(tensor: Tensor, size: int) -> bool:
+    return tensor.ndim == 4 and len(tensor) == size and tensor.is_floating_point()
+
+
+def _drawn(rows: np.ndarray, seed: int, which: int) -> np.ndarray:  # (B,) uint64
+    """Mix row, seed and purpose into even random bits (the finaliser of SplitMix64)."""
+    with np.errstate(over="ignore"):
+        bits = rows.astype(np.uint64) + np.uint64(1)
+        for salt in (np.uint64(seed), np.uint64(which)):
+            bits = (bits + salt) * np.uint64(0x9E3779B97F4A7C15)
+            bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            bits ^= bits >> np.uint64(31)
+    return bits >> np.uint64(1)

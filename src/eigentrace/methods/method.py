@@ -4,11 +4,11 @@ from typing import Any, Protocol
 
 from eigentrace.data import Data, as_data
 from eigentrace.errors import InputError
-from eigentrace.fitted import Fitted
-from eigentrace.probe import check_task
-from eigentrace.project import note_coverage
+from eigentrace.fits.fitted import Fitted
+from eigentrace.projection import note_coverage
 from eigentrace.settings import check_counts
-from eigentrace.task import Task
+from eigentrace.task.checks import check_task
+from eigentrace.task.task import Task
 
 
 class Method(Protocol):
@@ -26,7 +26,7 @@ class Method(Protocol):
 
 
 def ready(task: Task, data: Any, num_train: int | None) -> tuple[Task, Data, int]:
-    """Check the task on the data; return it sealed, the data, and N, the size of the training set."""
+    """Check the task on the data; return it pinned to its weights, the data, and N, the size of the training set."""
     if not isinstance(task, Task):
         raise InputError(
             f"fit takes a Task first, got {type(task).__name__}. Make one: eigentrace.classification(model), or "
@@ -36,6 +36,6 @@ def ready(task: Task, data: Any, num_train: int | None) -> tuple[Task, Data, int
     if num_train is not None:
         check_counts(1, num_train=num_train)
     with task.session():
-        trial = check_task(task, data)
+        found = check_task(task, data)
         note_coverage(task, data)
-    return task.sealed(trial), data, len(data) if num_train is None else int(num_train)
+    return task.pinned(found), data, len(data) if num_train is None else int(num_train)

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eigentrace.backing import SupportFit, check_classifier, job_of, margins
 from eigentrace.data import Batch
-from eigentrace.fitted import checked_compute, over
+from eigentrace.fits.fitted import checked_compute
+from eigentrace.methods.label_agreement import SupportFit, check_classifier, job_of, margins
 from eigentrace.methods.method import ready
-from eigentrace.project import project
+from eigentrace.numeric.accumulate import over
+from eigentrace.projection import project
 from eigentrace.settings import settings_of
-from eigentrace.task import Task
+from eigentrace.task.task import Task
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from eigentrace.backing import Features, TangentFit, check_classifier, left_out
-from eigentrace.chance import generator_of
 from eigentrace.data import Data
 from eigentrace.errors import InputError
-from eigentrace.fitted import checked_compute
+from eigentrace.fits.fitted import checked_compute
+from eigentrace.methods.label_agreement import Features, TangentFit, check_classifier, left_out
 from eigentrace.methods.method import ready
-from eigentrace.rows import DenseRows
+from eigentrace.numeric.seeding import generator_of
+from eigentrace.projection.directions import DenseRows
 from eigentrace.settings import check_counts, check_not_negative, settings_of
-from eigentrace.task import Task
-from eigentrace.vector import normal
+from eigentrace.task.layout import normal
+from eigentrace.task.task import Task
 
 # Ridges that "auto" chooses from by leave-one-out error, as shares of the features' mean square length (which is 1).
 RIDGES = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)

@@ -4,20 +4,32 @@ import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from torch import Tensor
 
-from eigentrace.artifact import read_manifest, read_tensors
+from eigentrace.disk.atomic import replacing
+from eigentrace.disk.lock import LOCK
+from eigentrace.disk.manifest import MANIFEST, read_manifest
+from eigentrace.disk.tensors import read_tensors, write_tensors
 from eigentrace.errors import InputError, MismatchError
-from eigentrace.files import checksum, replacing, write_tensors
-from eigentrace.store.columns import same_columns
-from eigentrace.store.shards import Record
+from eigentrace.numeric.hashing import hash_file
+from eigentrace.store.shards import RECORD, SHARDS, Record
+from eigentrace.store.user_columns import same_columns
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "run"
+# Files and directories of a run; `disk` and `fits` name those that all directories and all fits have.
+FIT, KRYLOV = "fit", "krylov"
+WEIGHTS, USER_COLUMNS, TABLE = "weights.safetensors", "columns.parquet", "table.parquet"
+REQUEST, DECISIONS, DECIDING, PAGE, DAMAGED = "request.json", "decisions.jsonl", "deciding", "page.html", "damaged"
+WRITTEN = (MANIFEST, RECORD, USER_COLUMNS, TABLE, WEIGHTS, LOCK, FIT, SHARDS, REQUEST)
+"""What scoring leaves in a run."""
+# Rows of the user's columns that are stored together: single items are read by whole groups.
+_GROUP_ROWS = 1 << 13
 # What must be the same for a run to be continued, with the words that say so.
 _IDENTITY = {
     "model": "another model, weights or selection of parameters",
@@ -36,14 +48,49 @@ class Folder:
             raise InputError(f"A run is named by the path of its directory, got {type(path).__name__}.")
         self.path = Path(path).absolute()  # the caller may change directories
         self.record = Record(self.path)
-        self.fit, self.krylov = self.path / "fit", self.path / "krylov"
-        self.weights_file = self.path / "weights.safetensors"
-        self.columns_file, self.table_file = self.path / "columns.parquet", self.path / "table.parquet"
+        self.manifest_file = self.path / MANIFEST
+        self.fit, self.krylov = self.path / FIT, self.path / KRYLOV
+        self.weights_file = self.path / WEIGHTS
+        self.columns_file, self.table_file = self.path / USER_COLUMNS, self.path / TABLE
+        self.request_file, self.decisions_file = self.path / REQUEST, self.path / DECISIONS
+        self.deciding, self.page_file = self.path / DECIDING, self.path / PAGE
+        self.damaged = self.path / DAMAGED
 
     @property
     def exists(self) -> bool:
         """Tell whether scoring has begun here."""
-        return (self.path / "manifest.json").exists()
+        return self.manifest_file.exists()
+
+    @property
+    def has_fit_begun(self) -> bool:
+        """Tell whether a fit is there, or a part of one, that other data would not go with."""
+        return self.fit.exists() or (self.krylov / MANIFEST).exists()
+
+    @property
+    def request(self) -> dict[str, Any] | None:
+        """What the run is made from, if that is known: the words of a command."""
+        how = self.manifest.get("how") if self.exists else None
+        if isinstance(how, dict) and "input" in how:
+            return how
+        try:
+            found = json.loads(self.request_file.read_text())
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) and "input" in found else None
+
+    def refuse_foreign(self) -> None:
+        """Stop, before anything is touched, if a directory without a run holds what no run has put there."""
+        if self.exists or not self.path.is_dir():
+            return
+        ours = (REQUEST, FIT, KRYLOV, WEIGHTS, USER_COLUMNS)
+        begun = tuple(f".{name}." for name in (*ours, LOCK, MANIFEST))
+        names = sorted(path.name for path in self.path.iterdir())
+        others = [name for name in names if name not in (*ours, LOCK) and not name.startswith(begun)]
+        if others:
+            raise InputError(
+                f"{self.path} holds other files ({', '.join(others[:3])}) and no run. Choose a new directory: nothing "
+                "was changed."
+            )
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -51,20 +98,20 @@ class Folder:
         return read_manifest(self.path, KIND)
 
     @cached_property
-    def weights(self) -> Tensor:  # (K,) float64
+    def weights(self) -> "Tensor":  # (K,) float64
         """One weight per stored feature, so that Σ weight φ(x) φ(z) is a score."""
         return read_tensors(self.weights_file)["weights"]
 
-    def begin(self, manifest: Mapping[str, Any], weights: Tensor, columns: pa.Table | None) -> None:
+    def begin(self, manifest: Mapping[str, Any], weights: "Tensor", columns: pa.Table | None) -> None:
         """Write what a new run is; the manifest comes last, so that a run with one is complete in this respect."""
         self.path.mkdir(parents=True, exist_ok=True)
         with replacing(self.weights_file) as partial:
-            write_tensors({"weights": weights.to("cpu", torch.float64)}, partial)
+            write_tensors({"weights": weights.cpu().double()}, partial)
         if columns is not None:
             with replacing(self.columns_file) as partial:
-                pq.write_table(columns, partial)
-        sums = {path.relative_to(self.path).as_posix(): checksum(path) for path in self.lasting()}
-        with replacing(self.path / "manifest.json") as partial:
+                pq.write_table(columns, partial, row_group_size=_GROUP_ROWS)
+        sums = {path.relative_to(self.path).as_posix(): hash_file(path) for path in self.lasting()}
+        with replacing(self.manifest_file) as partial:
             partial.write_text(json.dumps({**manifest, "files": sums}, indent=2, allow_nan=False) + "\n")
         self.__dict__.pop("manifest", None)
 

@@ -1,0 +1,139 @@
+"""From scores to decisions: which share of the examples to drop, and which labels to look at again."""
+
+import math
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eigentrace.cleaning.decisions import Decisions, Rule, check_decisions_file, suggestions
+from eigentrace.errors import InputError
+from eigentrace.runs.ranking import Amount, Amounts, By, Table, ranks_of, scores_of, tell_unscored, whole_numbers
+
+
+def clean(
+    run: Table,
+    *,
+    drop: Amount | None = None,
+    keep: Amount | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    by: By = "self_influence",
+    per_class: bool = False,
+    out: str | Path | None = None,
+) -> Decisions:
+    """Decide which examples to drop. Exactly one of `drop`, `keep`, `above` and `below` says how many.
+
+    A share of n rows is ⌊share·n + ½⌋ of them. Rows of equal score are taken in their order. A row whose score is NaN
+    counts among the n and is never dropped; a warning says how many there are.
+
+    Args:
+        run: The run, or anything with its columns.
+        drop: How many of the highest scores to drop: a share ("5%", 0.05) or a number of rows (300).
+        keep: How many of the lowest scores to keep, dropping all others.
+        above: Drop scores above this number.
+        below: Drop scores below this number.
+        by: A numeric column of the run ("self_influence", "loss", "gradient_norm", or one of your own), or N numbers.
+        per_class: Take the share within every given label, so that no class is emptied because it is hard.
+        out: A new Parquet or CSV file to write the decisions to.
+    """
+    asked = {"drop": drop, "keep": keep, "above": above, "below": below}
+    given = [name for name, value in asked.items() if value is not None]
+    if out is not None:
+        check_decisions_file(out)
+    if len(given) != 1:
+        raise InputError(f"Exactly one of drop, keep, above and below says what goes, got {given or 'none of them'}.")
+    name, scores = scores_of(run, by)
+    labels, predictions = (whole_numbers(run, column) for column in ("label", "prediction"))
+    ranks = ranks_of(scores, lowest=below is not None)
+    if given[0] in ("above", "below"):
+        mask, thresholds = _beyond(scores, given[0], asked[given[0]], per_class)
+        words = f"{given[0]} {thresholds[0]:.4g}" if len(thresholds) else given[0]
+        rule = Rule(name, words, f"not {words}", is_share=False)
+    else:
+        amount = Amounts.of(given[0], asked[given[0]])
+        mask, thresholds = _share(run, scores, ranks, labels, amount, per_class)
+        words = f"among the {'highest' if amount.drops else 'lowest'} {amount}"
+        drops, keeps = (words, f"not {words}") if amount.drops else (f"not {words}", words)
+        rule = Rule(name, drops, keeps, is_share=True, per_class=per_class)
+    decisions = Decisions(mask, scores, ranks, thresholds, rule, labels, predictions, run.ids)
+    tell_unscored(scores, name, "they are kept, and their reason says so")
+    if out is not None:
+        decisions.write(out)
+    return decisions
+
+
+def find_label_issues(
+    run: Table, *, by: By = "self_influence", share: Amount | None = None, return_indices: bool = False
+) -> np.ndarray:
+    """Find examples whose label is probably wrong. A high score is bad.
+
+    Args:
+        run: The run, or anything with its columns.
+        by: The score that ranks them, as in `clean`.
+        share: How many of the highest scores to take: a share ("5%", 0.05) or a number of rows. If not given, take the
+            examples for which the model predicts something else than their label.
+        return_indices: Give the rows, most suspicious first, in place of one boolean per row. Rows without a score
+            come last.
+
+    Returns:
+        True for each suspicious row (N,), or the rows themselves.
+    """
+    name, scores = scores_of(run, by)
+    ranks = ranks_of(scores)
+    if share is not None:
+        amount = Amounts.of("share", share)
+        mask = (ranks > 0) & (ranks <= amount.counts(np.array([len(scores)]))[0])
+    else:
+        labels, predictions = (whole_numbers(run, column) for column in ("label", "prediction"))
+        if labels is None or predictions is None:
+            raise InputError(
+                "Without a share, suspicious rows are those whose prediction differs from the label, and the run has "
+                f"no {'label' if labels is None else 'prediction'} column. Say how many rows to take: share='5%'."
+            )
+        mask = suggestions(labels, predictions, len(scores)) >= 0
+    tell_unscored(scores, name, "they are ranked last")
+    if not return_indices:
+        return mask
+    rows = np.flatnonzero(mask)
+    return rows[np.argsort(np.where(ranks[rows] > 0, ranks[rows], len(ranks) + 1), kind="stable")]
+
+
+def _beyond(scores: np.ndarray, side: str, threshold: Any, per_class: bool) -> tuple[np.ndarray, np.ndarray]:
+    if isinstance(threshold, bool) or not isinstance(threshold, Real) or math.isnan(threshold):
+        raise InputError(f"{side} must be a number, got {threshold!r}.")
+    if per_class:
+        raise InputError(
+            f"{side}={threshold!r} is the same in every class: per_class=True needs a share to drop or keep."
+        )
+    mask = scores > float(threshold) if side == "above" else scores < float(threshold)
+    return mask, np.broadcast_to(float(threshold), scores.shape)
+
+
+def _share(
+    run: Table, scores: np.ndarray, ranks: np.ndarray, labels: np.ndarray | None, amount: Amounts, per_class: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return which rows go, and the score of the mildest of them within their class."""
+    if not per_class:
+        (count,) = amount.counts(np.array([len(scores)]))
+        limit = count if amount.drops else len(scores) - count
+        mask = (ranks > 0) & (ranks <= limit)
+        mildest = scores[mask].min() if mask.any() else np.nan
+        return mask, np.broadcast_to(mildest, scores.shape)
+    if amount.share is None:
+        raise InputError(f"per_class=True takes a share of every class: give {amount.name} as a percentage.")
+    if labels is None:
+        raise InputError(f"per_class=True needs the given labels, and the run has {', '.join(run.columns)}.")
+    _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    counts = amount.counts(sizes)
+    limits = counts if amount.drops else sizes - counts
+    # Sorted by class, and within a class by rank with those that have none last.
+    order = np.lexsort((np.where(ranks > 0, ranks, len(ranks) + 1), classes))
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order)) - (np.cumsum(sizes) - sizes)[classes[order]]
+    mask = (ranks > 0) & (place < limits[classes])
+    mildest = np.full(len(sizes), np.inf)
+    np.minimum.at(mildest, classes[mask], scores[mask])
+    mildest[np.bincount(classes[mask], minlength=len(sizes)) == 0] = np.nan
+    return mask, mildest[classes]

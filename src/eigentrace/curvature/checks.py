@@ -1,0 +1,115 @@
+"""Check a curvature product before an iteration: repeatable, symmetric, equal to a finite difference."""
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from eigentrace.curvature.operator import Curvature, working_form
+from eigentrace.errors import (
+    DeterminismError,
+    NumericalError,
+    PrecisionWarning,
+    TaskError,
+)
+from eigentrace.progress import track
+from eigentrace.task.checks import SAME_TOL, check_losses, precision_of
+from eigentrace.task.derivatives import gradient
+from eigentrace.task.task import Task
+
+# Finite differences of float32 gradients are good to about a percent; a wrong derivative rule is off by more.
+_FINITE_DIFFERENCE_TOL = 0.1
+
+
+_FINITE_DIFFERENCE_STEPS = (1e-2, 1e-3, 1e-4)
+
+
+def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvature:
+    """Settle how H is differentiated and check it: twice the same, and equal to a finite difference of gradients."""
+    _check_sample(curvature)
+    batches = curvature.batches()
+    batch = next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    curvature = replace(curvature, form=working_form(curvature, batch))
+    layout = curvature.task.layout
+    v = torch.randn(layout.numel, generator=generator, dtype=layout.dtype, device="cpu").to(layout.device)
+    v = _off_padding(curvature.task, v / v.norm())
+    first, second = curvature.matvec(v), curvature.matvec(v)
+    if not first.isfinite().all():
+        raise NumericalError(
+            "The curvature is not finite although the losses are. Look for square roots, norms or "
+            "divisions at zero in the model or the loss."
+        )
+    gap = (first - second).norm() / first.norm().clamp_min(torch.finfo(layout.dtype).tiny)
+    tol = SAME_TOL["bf16" if curvature.precision == "bf16" else precision_of(curvature.task)]
+    if gap > tol:
+        raise DeterminismError(
+            f"Multiplying the curvature with the same vector twice differs by {gap:.2g} of its size (allowed {tol:g}). "
+            "Something draws random numbers: dropout called as a function with training=True, noise in the loss, or "
+            "data that comes out differently when it is read again."
+        )
+    # A direction the curvature is large in: along a random one a difference of gradients drowns in rounding.
+    u = _off_padding(curvature.task, first / first.norm() if first.any() else v)
+    _warn_unless_symmetric(float(v @ curvature.matvec(u)), float(u @ first), tol)
+    if curvature.kind == "hessian":
+        _warn_unless_difference(curvature.task, u, curvature.product_on(u, batch), batch)
+    return curvature
+
+
+def _check_sample(curvature: Curvature) -> None:
+    """Look at every loss that H is taken on: one bad row among thousands would only show as a product that is NaN."""
+    task, start = curvature.task, 0
+    rows = np.arange(len(curvature.data)) if curvature.rows is None else curvature.rows
+    for batch in track(curvature.batches(), "Checking losses"):
+        losses = task.losses(task.params, batch)
+        check_losses(losses, rows[start : start + len(losses)], task=task, batch=batch)
+        start += len(losses)
+    if start != len(rows):
+        raise TaskError(f"The loss returned {start} numbers for {len(rows)} examples. It must return one per example.")
+
+
+def _off_padding(task: Task, v: Tensor) -> Tensor:  # (P,) -> (P,)
+    """Clear a direction on the padding rows of embeddings: derivatives hold them constant, a difference moves them."""
+    parts = {name: part.clone() for name, part in task.layout.unflatten(v).items()}
+    padded = [m for m in task.model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None]
+    rows = {id(module.weight): module.padding_idx for module in padded}
+    for name, parameter in task.model.named_parameters():
+        if name in parts and id(parameter) in rows:
+            parts[name][rows[id(parameter)]] = 0
+    return task.layout.flatten(parts)
+
+
+def _warn_unless_symmetric(one: float, other: float, tol: float) -> None:
+    """Compare ⟨v, Hu⟩ with ⟨u, Hv⟩: they differ where forward and reverse derivative rules do."""
+    size = max(abs(one), abs(other))
+    # Rounding in ⟨v, Hu⟩ is relative to ‖Hu‖, which for a random v is larger by up to the square root of P.
+    if abs(one - other) > max(50 * tol, 0.05) * size:
+        warnings.warn(
+            f"The curvature is not symmetric (⟨v, Hu⟩ = {one:.4g}, ⟨u, Hv⟩ = {other:.4g}): some operation of the model "
+            "has derivative rules that disagree. Scores may depend on the engine; replace custom or exotic operations.",
+            PrecisionWarning,
+            stacklevel=4,
+        )
+
+
+def _warn_unless_difference(task: Task, v: Tensor, exact: Tensor, batch: Any) -> None:
+    """Compare Hv with (g(θ+εv) − g(θ−εv)) / 2ε along a direction of large curvature, at the best of a few ε."""
+    layout, center = task.layout, task.vector
+    gaps = []
+    for step in _FINITE_DIFFERENCE_STEPS:
+        epsilon = step * float(center.norm().clamp_min(1.0))
+        ends = [layout.flatten(gradient(task, layout.unflatten(center + e * v), batch)) for e in (epsilon, -epsilon)]
+        difference = (ends[0] - ends[1]) / (2 * epsilon)
+        size = max(float(exact.norm()), float(difference.norm()))
+        gaps.append(float((difference - exact).norm()) / size if size else 0.0)
+    if min(gaps) > _FINITE_DIFFERENCE_TOL:
+        warnings.warn(
+            f"The Hessian product differs by {min(gaps):.0%} from a finite difference of gradients. Models with kinks "
+            "(ReLU, max pooling) or in low precision do this; with smooth activations in float32 it points to a wrong "
+            "derivative rule, and curvature='gauss-newton' is the safer choice.",
+            PrecisionWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,194 @@
+"""Plots as inline SVG. Colours come from the page's style sheet, so that they follow light and dark."""
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+
+from eigentrace.errors import InputError
+from eigentrace.evaluate.scale import LogScale, count_ticks, tick_labels
+
+# One size for both plots. It is drawn at 340 to 520 pixels, so that text of 13 units takes 10 to 15 pixels.
+WIDTH, HEIGHT = 440, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 428, 30, 252
+_NUM_BINS = 48
+# Scores further below the largest than this say no more than "next to nothing".
+_MAX_DECADES = 10
+_BELOW_WIDTH = 30  # room for the bar of scores that a log axis cannot show
+
+
+def spectrum_svg(eigenvalues: np.ndarray, residuals: np.ndarray | None = None) -> str:  # (K,), (K,)
+    """Draw |λ| on a log axis in the order given, negative eigenvalues as diamonds in their own colour.
+
+    Args:
+        eigenvalues: Any order; usually falling in |λ|.
+        residuals: Bounds on the error of each eigenvalue, drawn as bars.
+
+    Raises:
+        InputError: If there is nothing to draw, if a value is not finite or if the lengths differ.
+    """
+    magnitudes = np.abs(eigenvalues)
+    if eigenvalues.ndim != 1 or not magnitudes.any() or not np.isfinite(magnitudes).all():
+        raise InputError(
+            f"A spectrum needs finite eigenvalues that are not all zero, got {eigenvalues.size} of shape "
+            f"{eigenvalues.shape}, {int(np.isfinite(magnitudes).sum())} of them finite: check the fit."
+        )
+    if residuals is not None and residuals.shape != eigenvalues.shape:
+        raise InputError(
+            f"Got {residuals.size} residuals for {eigenvalues.size} eigenvalues: give one for each, or None."
+        )
+    scale = _around(magnitudes[magnitudes > 0], start=_BOTTOM, end=_TOP)
+    gap = (_RIGHT - _LEFT) / len(eigenvalues)
+    centres = [_LEFT + gap * (i + 0.5) for i in range(len(eigenvalues))]
+    parts = [_log_grid(scale)]
+    if residuals is not None:
+        parts += [
+            _line(
+                "error",
+                x,
+                scale.position(abs(value) + bound),
+                x,
+                scale.position(max(abs(value) - bound, 1e-300)),
+            )
+            for x, value, bound in zip(centres, eigenvalues, residuals, strict=True)
+            if math.isfinite(bound)
+        ]
+    parts += [
+        _marker(x, scale.position(max(abs(value), 1e-300)), i + 1, value)
+        for i, (x, value) in enumerate(zip(centres, eigenvalues, strict=True))
+    ]
+    parts.append(_index_axis(centres))
+    num_negative = int((eigenvalues < 0).sum())
+    summary = (
+        f"{len(eigenvalues)} eigenvalues, {num_negative} of them negative; the largest magnitude is "
+        f"{magnitudes.max():.3g}, the smallest {magnitudes.min():.3g}."
+    )
+    return _svg("Spectrum of the curvature", summary, parts)
+
+
+def histogram_svg(scores: np.ndarray, is_wrong: np.ndarray) -> str:  # (N,), (N,) bool
+    """Draw how self-influence is distributed, right and wrong labels over each other on a log axis.
+
+    Scores of zero or less have no place on a log axis and get a bar of their own at the left.
+
+    Raises:
+        InputError: If a score is not finite or the lengths differ.
+    """
+    if scores.shape != is_wrong.shape or not np.isfinite(scores).all():
+        raise InputError(
+            f"A histogram needs finite scores and one flag for each, got shapes {scores.shape} and "
+            f"{is_wrong.shape} with {int(np.isfinite(scores).sum())} finite scores: drop or repair the "
+            "others."
+        )
+    positive = scores[scores > 0]
+    has_below = len(positive) < len(scores)
+    left = _LEFT + _BELOW_WIDTH if has_below else _LEFT
+    scale = _around(positive, start=left, end=_RIGHT)
+    edges = np.geomspace(scale.low, scale.high, _NUM_BINS + 1)
+    groups = {"right": scores[~is_wrong], "wrong": scores[is_wrong]}
+    # Rounding may put an extreme score a hair outside the edges computed from it.
+    counts = {k: np.histogram(np.clip(v[v > 0], edges[0], edges[-1]), edges)[0] for k, v in groups.items()}
+    below = {k: int((v <= 0).sum()) for k, v in groups.items()}
+    highest = max(1, *(int(c.max()) for c in counts.values()), *below.values())
+
+    parts = [_count_grid(highest)]
+    for name in groups:
+        if below[name]:
+            parts.append(_steps(name, [_LEFT, _LEFT + _BELOW_WIDTH - 8], [below[name]], highest))
+        parts.append(_steps(name, [scale.position(edge) for edge in edges], counts[name].tolist(), highest))
+    parts.append(_score_axis(scale, has_below))  # last, over the outlines where they run along the bottom
+    summary = (
+        f"Median {_median(groups['right'])} for {len(groups['right'])} examples with the right label, "
+        f"{_median(groups['wrong'])} for {len(groups['wrong'])} with a wrong one; "
+        f"{sum(below.values())} are zero or less."
+    )
+    return _svg("Self-influence of the training examples", summary, parts)
+
+
+def _around(values: np.ndarray, start: float, end: float) -> LogScale:
+    """Return a log axis that holds the values with a margin, at most `_MAX_DECADES` of them."""
+    if not len(values):
+        return LogScale(0.1, 10.0, start, end)
+    high = float(values.max())
+    low = max(float(values.min()), high / 10.0**_MAX_DECADES)
+    # Two neighbours of 1-2-5 lie within a factor of 2.5² of each other, so an axis of 6.3 has two labels at least.
+    margin = max((high / low) ** 0.04 * 1.1, math.sqrt(6.3 * low / high))
+    return LogScale(low / margin, high * margin, start, end)
+
+
+def _marker(x: float, y: float, number: int, value: float) -> str:
+    label = f"<title>λ{number} = {value:.4g}</title>"
+    if value < 0:
+        return f'<path class="negative" d="M{x:.1f} {y - 4.6:.1f}l4.6 4.6-4.6 4.6-4.6-4.6z">{label}</path>'
+    return f'<circle class="positive" cx="{x:.1f}" cy="{y:.1f}" r="3.4">{label}</circle>'
+
+
+def _steps(name: str, edges: Sequence[float], counts: Sequence[int], highest: int) -> str:
+    """Return the outline of a histogram, closed along the bottom so that it can be filled."""
+    path = [f"M{edges[0]:.1f} {_BOTTOM}"]
+    for right, count in zip(edges[1:], counts, strict=True):
+        path.append(f"V{_count_position(count, highest):.1f}H{right:.1f}")
+    return f'<path class="area {name}" d="{"".join(path)}V{_BOTTOM}z"/>'
+
+
+def _count_position(count: float, highest: int) -> float:
+    return _BOTTOM - count / highest * (_BOTTOM - _TOP)
+
+
+def _log_grid(scale: LogScale) -> str:
+    ticks = scale.ticks()
+    rows = []
+    for value, label in zip(ticks, tick_labels(ticks), strict=True):
+        y = scale.position(value)
+        rows.append(_line("grid", _LEFT, y, _RIGHT, y) + _text(_LEFT - 8, y + 4, label, "end"))
+    return "".join(rows) + _text(_LEFT - 8, 12, "|λ|", "end")
+
+
+def _count_grid(highest: int) -> str:
+    rows = []
+    for count in count_ticks(highest):
+        y = _count_position(count, highest)
+        rows.append(_line("grid", _LEFT, y, _RIGHT, y) + _text(_LEFT - 8, y + 4, f"{count:,}", "end"))
+    return "".join(rows) + _text(0, 12, "examples", "start")
+
+
+def _index_axis(centres: Sequence[float]) -> str:
+    numbers = sorted({1, *(n for n in count_ticks(len(centres)) if n)})
+    labels = [_text(centres[n - 1], _BOTTOM + 18, str(n), "middle") for n in numbers]
+    return "".join(labels) + _line("axis", _LEFT, _BOTTOM, _RIGHT, _BOTTOM) + _axis_name("eigenvalue, by size")
+
+
+def _score_axis(scale: LogScale, has_below: bool) -> str:
+    ticks = scale.ticks()
+    labels = [
+        _line("axis", scale.position(value), _BOTTOM, scale.position(value), _BOTTOM + 5)
+        + _text(scale.position(value), _BOTTOM + 18, label, "middle")
+        for value, label in zip(ticks, tick_labels(ticks), strict=True)
+    ]
+    if has_below:
+        labels.append(_text(_LEFT + (_BELOW_WIDTH - 8) / 2, _BOTTOM + 18, "≤ 0", "middle"))
+    return "".join(labels) + _line("axis", _LEFT, _BOTTOM, _RIGHT, _BOTTOM) + _axis_name("self-influence")
+
+
+def _axis_name(name: str) -> str:
+    return _text((_LEFT + _RIGHT) / 2, _BOTTOM + 40, name, "middle")
+
+
+def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
+
+
+def _median(values: np.ndarray) -> str:
+    return f"{np.median(values):.3g}" if len(values) else "none"
+
+
+def _svg(title: str, summary: str, parts: Sequence[str]) -> str:
+    # `role` and `aria-label` make readers treat the drawing as one picture with one description.
+    label = escape(f"{title}. {summary}")
+    start = f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
+    return start + "".join(parts) + "</svg>"

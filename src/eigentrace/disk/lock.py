@@ -1,0 +1,59 @@
+"""One writer per directory: a lock that the system takes back when its holder dies."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+from eigentrace.disk.atomic import storage_error
+from eigentrace.errors import BusyError
+
+LOCK = "lock"
+_held: set[IO[bytes]] = set()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a directory, which is made if it is not there; refuse if another process holds it."""
+    import fcntl
+
+    _at_fork()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+b", buffering=0)
+    except OSError as error:
+        raise storage_error(error, folder / LOCK) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().decode(errors="replace").strip() or "another process"
+            raise BusyError(
+                f"{folder} is being written by {holder}. Wait until it has ended, or stop it, and run this again; "
+                "reading is possible meanwhile."
+            ) from None
+        with suppress(OSError):  # on a full disk the lock has no name, and is held all the same
+            file.seek(0)
+            file.truncate()
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        _held.add(file)
+        try:
+            yield
+        finally:
+            _held.discard(file)
+
+
+def _let_go() -> None:
+    """Close the files in a forked child: a loader's worker that outlives its parent must not hold the lock for it."""
+    for file in _held:
+        file.close()
+    _held.clear()
+
+
+@cache
+def _at_fork() -> None:
+    os.register_at_fork(after_in_child=_let_go)

@@ -1,0 +1,99 @@
+"""Read and write safetensors files; torch is imported where it is used, since loading it takes seconds."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from eigentrace.errors import MismatchError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# Bytes of the widest number, and of what says how long the header of a safetensors file is.
+_WIDEST = _LENGTH = 8
+
+
+ALIGNED = 64
+"""Tensors begin at multiples of this in memory: matrix products of others may add up in another order."""
+
+
+_KINDS = {
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+    "torch.complex64": "C64",
+    "torch.uint16": "U16",
+    "torch.uint32": "U32",
+    "torch.uint64": "U64",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+}
+
+
+def write_tensors(tensors: Mapping[str, "Tensor"], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file, tensor by tensor.
+
+    The library's own function writes to a hidden file first, which a killed process leaves behind for ever, and lets
+    nobody but the owner read the result.
+    """
+    import torch
+
+    # The widest numbers come first, so that all lie at multiples of their width; before them the largest tensor, if
+    # that leaves them there, to lie where it can be used as it is read.
+    largest = max(tensors, key=lambda name: tensors[name].nbytes, default="")
+    begins = largest if tensors and tensors[largest].nbytes % _WIDEST == 0 else ""
+    order = sorted(tensors, key=lambda name: (name != begins, -tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in order:
+        start, end = end, end + tensors[name].nbytes
+        kind = _KINDS[str(tensors[name].dtype)]
+        header[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(_LENGTH + len(text)) % ALIGNED)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(_LENGTH, "little") + text)
+        for name in order:
+            file.write(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def read_tensors(path: Path) -> dict[str, "Tensor"]:
+    """Read a safetensors file. What was saved gives the same results to the bit, wherever it lies in the file."""
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+        return {name: t.clone() if t.data_ptr() % ALIGNED else t for name, t in tensors.items()}
+    except FileNotFoundError:
+        raise MismatchError(f"{path} is missing. Restore it, or make the artifact again.") from None
+    except SafetensorError as error:
+        raise MismatchError(f"{path} is damaged or cut short ({error}). Make it again.") from None
+
+
+def begins_with(path: Path, tensors: Mapping[str, "Tensor"]) -> bool:
+    """Tell whether a file, however large, holds tensors of these shapes that begin with the same numbers."""
+    import torch
+
+    try:
+        with safe_open(path, "pt") as file:
+            for name, tensor in tensors.items():
+                held: Any = file.get_slice(name)
+                head = tuple(slice(0, size) for size in (*(8,) * (tensor.ndim - 1), 1024)[-tensor.ndim :])
+                if list(held.get_shape()) != list(tensor.shape):
+                    return False
+                if tensor.numel() and tensor.ndim and not torch.equal(held[head], tensor[head].cpu()):
+                    return False
+    except (SafetensorError, OSError):
+        return False
+    return True

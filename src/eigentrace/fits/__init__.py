@@ -1,0 +1,1 @@
+"""What a method returns: features, scores, and how they are saved."""

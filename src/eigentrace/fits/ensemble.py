@@ -1,0 +1,159 @@
+"""Several fits as one: checkpoints of a training, or trainings from several seeds."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from eigentrace.data import Data, as_data
+from eigentrace.errors import InputError
+from eigentrace.fits.file_names import member_folder, state_file
+from eigentrace.fits.fitted import Capabilities, Fitted
+from eigentrace.fits.weighted_directions import Term
+from eigentrace.progress import track
+from eigentrace.projection.engine import Compute
+from eigentrace.task.checkpoints import Checkpoint, Source, find_checkpoints
+from eigentrace.task.task import Task
+from eigentrace.version import __version__
+
+ENSEMBLE = "ensemble"
+
+
+@dataclass(frozen=True)
+class Ensemble(Fitted):
+    """The mean of several fits' scores: fits at checkpoints of one training, of several seeds, or of several models.
+
+    Members may have different tasks, over the same examples in the same order. Averaging takes away what is chance in
+    one training: it is the surest way to better scores, at the price of one pass per member.
+    """
+
+    members: Sequence[Fitted]
+    states: tuple[Checkpoint, ...] | None = None
+    """Where the members were fitted, if `Ensemble.fit` did it: saved with them, so that one task reads all back."""
+
+    def __post_init__(self) -> None:
+        members = tuple(self.members) if isinstance(self.members, Sequence) else ()
+        if not members or not all(isinstance(member, Fitted) for member in members):
+            raise InputError(f"Ensemble takes a list of at least one fit, got {self.members!r}.")
+        sizes = sorted({member.num_train for member in members})
+        if len(sizes) > 1:
+            raise InputError(
+                f"The members of an ensemble must agree on the number of training examples, got {sizes}. Fit them on "
+                "the same data, or give each the same num_train."
+            )
+        object.__setattr__(self, "members", members)
+
+    @staticmethod
+    def fit(
+        method: Any,
+        task: Task,
+        data: Any,
+        *,
+        checkpoints: Source | Sequence[Source],
+        num_train: int | None = None,
+    ) -> "Ensemble":
+        """Fit one method at several checkpoints of the same model.
+
+        Args:
+            method: The settings, such as `eigentrace.Arnoldi()`.
+            task: The model and its loss.
+            data: Training examples, as for `Method.fit`.
+            checkpoints: State dicts, files, Hugging Face or Lightning folders.
+            num_train: N, the size of the training set, if `data` is only part of it.
+        """
+        if not isinstance(task, Task):
+            raise InputError(f"Ensemble.fit takes a method, then a Task, got {type(task).__name__}.")
+        if getattr(method, "checkpoints", None) is not None:
+            raise InputError(f"{type(method).__name__} has checkpoints of its own: leave them out, or fit it alone.")
+        data, states = as_data(data), find_checkpoints(checkpoints)
+        found = track(states, "Fitting at checkpoints", len(states))
+        members = [method.fit(task.at(state.load()), data, num_train=num_train) for state in found]
+        return Ensemble(tuple(members), states)
+
+    @property
+    def task(self) -> Task:  # type: ignore[override]
+        """The task of the first member."""
+        return self.members[0].task
+
+    @property
+    def num_train(self) -> int:  # type: ignore[override]
+        """N, on which all members agree."""
+        return self.members[0].num_train
+
+    @property
+    def has_curvature(self) -> bool:  # type: ignore[override]
+        """Tell whether all members have curvature, so that the mean of their scores has a unit."""
+        return all(member.has_curvature for member in self.members)
+
+    @property
+    def method(self) -> dict[str, Any]:  # type: ignore[override]
+        """The settings of the members, for the record."""
+        return {"name": "Ensemble", "members": [member.method for member in self.members]}
+
+    @property
+    def can(self) -> Capabilities:
+        """Do what all members can; spectra they have one by one."""
+        of_members = [dataclasses.asdict(member.can) for member in self.members]
+        shared = {name: all(can[name] for can in of_members) for name in of_members[0]}
+        return Capabilities(**shared | {"spectrum": False})
+
+    @property
+    def positive_metric(self) -> bool:
+        """Tell whether every member's self-influence is positive by construction."""
+        return all(member.positive_metric for member in self.members)
+
+    @property
+    def weights(self) -> Tensor:  # (K,)
+        """One weight per column of `features`: the members' own, divided by their number."""
+        self._require("features")
+        return torch.cat([term.block.weights * term.share for term in self.terms()])
+
+    def terms(self) -> tuple[Term, ...]:
+        """Return the terms of all members, with equal shares; none unless all members have some."""
+        found = [member.terms() for member in self.members]
+        share = 1 / len(found)
+        return tuple(replace(t, share=t.share * share) for terms in found for t in terms) if all(found) else ()
+
+    def parts(self) -> dict[str, Fitted]:
+        """Return the members."""
+        return {member_folder(number): member for number, member in enumerate(self.members)}
+
+    def unstored(self) -> Self:
+        """Return the mean of the members' scores by whole gradients."""
+        return replace(self, members=tuple(member.unstored() for member in self.members))
+
+    def _distilled(self, keep: int | None, tail: Any, positive_only: bool | None, delta: float | None) -> Self:
+        return replace(self, members=tuple(m.distill(keep, tail, positive_only, delta=delta) for m in self.members))
+
+    def _features(self, data: Data, *, queries: bool, compute: Compute) -> Tensor:
+        return torch.cat([m.features(data, queries=queries, compute=compute) for m in self.members], dim=1)
+
+    def _manifest(self) -> dict[str, Any]:
+        return {
+            "kind": ENSEMBLE,
+            "format": 1,
+            "versions": {"eigentrace": __version__, "torch": torch.__version__},
+            "members": len(self.members),
+            "states": self.states is not None,
+        }
+
+    def _files(self) -> dict[str, dict[str, Tensor]]:
+        if self.states is None:
+            return {}
+        pairs = enumerate(zip(self.states, self.members, strict=True))
+        return {state_file(number): member.task.canonical(state.load()) for number, (state, member) in pairs}
+
+    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
+        return _mean(
+            [m._self(data, queries=queries, unit_gradients=unit_gradients, compute=compute) for m in self.members]
+        )
+
+    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool, compute: Compute) -> Tensor:
+        return _mean([m._cross(train, queries, unit_gradients=unit_gradients, compute=compute) for m in self.members])
+
+
+def _mean(scores: list[Tensor]) -> Tensor:
+    return torch.stack(scores).mean(dim=0)

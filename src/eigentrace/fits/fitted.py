@@ -1,0 +1,318 @@
+"""What every method's fit can be asked, and the meaning of the answers: sign, unit, normalisation."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from eigentrace.data import Data, as_data
+from eigentrace.disk.atomic import appearing
+from eigentrace.disk.manifest import read_manifest, through_json, write_directory
+from eigentrace.disk.tensors import begins_with
+from eigentrace.errors import InputError, MismatchError, NumericalError, UnsupportedError
+from eigentrace.fits.reliability import Reliability
+from eigentrace.fits.weighted_directions import Term
+from eigentrace.krylov.eigenpairs import Spectrum
+from eigentrace.projection.engine import Compute
+from eigentrace.task.task import Task
+
+Normalize = Literal["gradient", "metric"] | None
+Unit = Literal["nats"] | None
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a fit can be asked beside the score of single examples."""
+
+    influence: bool = False
+    """Scores of pairs: an example and a query."""
+    features: bool = False
+    """K numbers per example, from which its scores follow."""
+    save: bool = False
+    """Being written to a directory that `eigentrace.load` reads."""
+    spectrum: bool = False
+    """Eigenvalues of the curvature."""
+    distill: bool = False
+    """Other cuts of the same eigenpairs."""
+    unit_gradients: bool = False
+    """`normalize="gradient"`, every gradient scaled to unit length first."""
+
+
+_REFUSALS = {
+    "influence": "{} scores single examples, not pairs: use Arnoldi, or TracIn (with normalize='gradient', products of "
+    "unit gradients).",
+    "features": "{} keeps no directions to project on and has no features: use Arnoldi, or RandProj over the same "
+    "parameters, for K numbers per example.",
+    "save": "{} caches nothing, so there is nothing to save: keep its settings and fit again.",
+    "spectrum": "{} has no spectrum: it keeps no eigenpairs of the curvature, or its members have one each.",
+    "distill": "{} keeps no eigenpairs of the curvature, so there are no cuts of it and no tail to store: use Arnoldi.",
+    "store": "{} keeps no eigenpairs of its own, so there is no tail that coordinates could stand for: use a fit of "
+    "Arnoldi (of an ensemble, each member's).",
+    "unit_gradients": "{} uses no gradients of the loss, so normalize='gradient' has no meaning: use None.",
+}
+
+
+class Fitted(ABC):
+    """A fitted method. It is immutable; asking never changes it, the task or the model.
+
+    Scores have the paper's sign. Positive: x is a **proponent** of z, removing it raises the loss at z. Negative: an
+    **opponent**. Every fit scores single examples; `can` says what else it can be asked.
+    """
+
+    task: Task
+    method: dict[str, Any]
+    """The settings that made this fit, for the record."""
+    num_train: int
+    has_curvature: bool
+    """Only scores with curvature estimate a change of loss, and so have a unit."""
+
+    @property
+    def can(self) -> Capabilities:
+        """What this fit can be asked beside `self_influence`."""
+        return Capabilities()
+
+    @property
+    def positive_metric(self) -> bool:
+        """Tell whether every self-influence is positive by construction."""
+        return False
+
+    def self_influence(
+        self, data: Any, *, normalize: Normalize = None, unit: Unit = None, compute: Compute | None = None
+    ) -> Tensor:  # (N,)
+        """Score each example against itself: high for outliers, wrong labels and memorised examples.
+
+        Args:
+            data: The examples, in any of the forms `fit` takes.
+            normalize: None, or "gradient" to scale each gradient to unit length first.
+            unit: None, or "nats" to divide by the number of training examples.
+            compute: Engine, precision, memory and batch size of the pass.
+        """
+        data, compute = as_data(data), checked_compute(compute)
+        self._check(normalize, unit)
+        if normalize == "metric":
+            raise InputError("Self-influence normalised in the metric is 1 for every example: use 'gradient' or None.")
+        scores = self._self(data, queries=False, unit_gradients=normalize == "gradient", compute=compute)
+        return scores / self._divisor(unit)
+
+    def influence(
+        self,
+        train: Any,
+        queries: Any,
+        *,
+        normalize: Normalize = None,
+        unit: Unit = None,
+        compute: Compute | None = None,
+    ) -> Tensor:  # (Q, N)
+        """Score every training example against every query, exactly.
+
+        Args:
+            train: The training examples.
+            queries: The examples asked about; measured by the task's `measurement` if it has one.
+            normalize: None, "gradient" (every gradient to unit length) or "metric" (cosine in the H⁻¹ metric).
+            unit: None, or "nats": the predicted change of the query's loss when the example is removed.
+            compute: Engine, precision, memory and batch size of the passes.
+        """
+        self._require("influence")
+        train, queries, compute = as_data(train), as_data(queries), checked_compute(compute)
+        self._check(normalize, unit)
+        scores = self._cross(train, queries, unit_gradients=normalize == "gradient", compute=compute)
+        if normalize == "metric":
+            of_train = self._self(train, queries=False, unit_gradients=False, compute=compute)
+            of_queries = self._self(queries, queries=True, unit_gradients=False, compute=compute)
+            scores = _cosine(scores, of_queries, of_train)
+        return scores / self._divisor(unit)
+
+    def features(self, data: Any, *, queries: bool = False, compute: Compute | None = None) -> Tensor:  # (N, K)
+        """Project each example's gradient on the directions: φ(x) = G·∇L(x)."""
+        self._require("features")
+        return self._features(as_data(data), queries=queries, compute=checked_compute(compute))
+
+    @property
+    def reliability(self) -> Reliability | None:
+        """Rank agreement of two fits on halves of the curvature sample, if it was asked for; see `Arnoldi`.
+
+        It was measured with the settings of the fit, and stands for other cuts of it too.
+        """
+        found = self.method.get("agreement")
+        return None if found is None else Reliability(**found)
+
+    @property
+    def spectrum(self) -> Spectrum:
+        """Eigenvalues, residual bounds and how the iteration ended, of the directions in use."""
+        self._require("spectrum")
+        return self._spectrum()
+
+    def distill(
+        self,
+        keep: int | None = None,
+        tail: Any = "same",
+        positive_only: bool | None = None,
+        *,
+        delta: float | None = None,
+    ) -> Self:
+        """Return another cut of the same fit; nothing is computed again. What is not given stays as it is.
+
+        Args:
+            keep: How many directions, at most as many as the fit kept. The dropped ones join the tail.
+            tail: "auto" for δ = |λ_K|, "shaped" for 1/(energy + δ) along the coordinates of `with_coordinates`, a
+                number for δ, None for the paper's truncation.
+            positive_only: Drop directions of negative curvature after taking the top `keep`.
+            delta: δ of a shaped tail; |λ_K| if not given.
+        """
+        self._require("distill")
+        return self._distilled(keep, tail, positive_only, delta)
+
+    def with_coordinates(
+        self, data: Any, coordinates: float = 1024, *, sample: int | None = None, compute: Compute | None = None
+    ) -> Self:
+        """Return the same fit with coordinates that stand for its tail, for methods that keep eigenpairs."""
+        raise self._refusal("store")
+
+    def stored(self, data: Any = None, coordinates: float | None = None, *, compute: Compute | None = None) -> Self:
+        """Return the fit that scores by features alone, tail included, for methods that keep eigenpairs."""
+        raise self._refusal("store")
+
+    def unstored(self) -> Self:
+        """Return the fit that scores by whole gradients, where stored features stand for a part of them."""
+        return self
+
+    def terms(self) -> tuple[Term, ...]:
+        """Return the weighted directions that scores are the sum of; none where scores are no such sum."""
+        return ()
+
+    def parts(self) -> "dict[str, Fitted]":
+        """Return the fits that this one is made of, by the name of their directories where it is saved."""
+        return {}
+
+    def leaves(self) -> "Iterator[Fitted]":
+        """Yield the fits that are made of no others: this one, or those that it is made of."""
+        parts = self.parts()
+        if not parts:
+            yield self
+        for part in parts.values():
+            yield from part.leaves()
+
+    def save(self, path: str | Path) -> None:
+        """Write the fit to a new directory, to be read back by `eigentrace.load`."""
+        self._require("save")
+        for leaf in self.leaves():
+            leaf.task.check_unchanged()
+        with appearing(Path(path)) if self.parts() else nullcontext(Path(path)) as folder:
+            self._write(folder)
+
+    def _write(self, path: Path) -> None:
+        write_directory(path, self.manifest(), self.files())
+        for name, part in self.parts().items():
+            part._write(path / name)
+
+    def check_saved(self, path: Path) -> None:
+        """Stop if a directory holds another fit than this one.
+
+        Two fits of the same settings may still differ, by the examples or the threads they were made with: their
+        features have other signs, and must not meet in one run.
+        """
+        parts = self.parts()
+        for name, part in parts.items():
+            part.check_saved(path / name)
+        if parts:
+            return
+        held, mine = read_manifest(path, "fit"), through_json(self.manifest())
+        same = all(held.get(key) == mine.get(key) for key in ("fingerprint", "method", "cut", "num_train"))
+        if not same or not all(begins_with(path / name, tensors) for name, tensors in self.files().items()):
+            raise MismatchError(
+                f"{path} holds another fit (of another model, with other settings or on other examples) than the one "
+                f"given. Score with that one, eigentrace.load({str(path)!r}, task), or choose another directory; "
+                "nothing was changed."
+            )
+
+    def record(self) -> dict[str, Any]:
+        """Return the settings that scores depend on, in a form that JSON can hold."""
+        return dict(self.method)
+
+    def manifest(self) -> dict[str, Any]:
+        """Say what the fit is and which model it belongs to, as `save` writes it."""
+        self._require("save")
+        return self._manifest()
+
+    def files(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors that `save` writes, by the names of their files."""
+        self._require("save")
+        return self._files()
+
+    @abstractmethod
+    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor: ...
+
+    def scores_of_rows(self, data: Data, rows: range, compute: Compute) -> Tensor:  # (n,)
+        """Score a stretch of rows as a pass over all of the data would."""
+        part = data if rows == range(len(data)) else data.take(rows)
+        return self._self(part, queries=False, unit_gradients=False, compute=compute)
+
+    # What follows is called only where `can` says so.
+
+    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool, compute: Compute) -> Tensor:
+        raise NotImplementedError
+
+    def _features(self, data: Data, *, queries: bool, compute: Compute) -> Tensor:
+        raise NotImplementedError
+
+    def _spectrum(self) -> Spectrum:
+        raise NotImplementedError
+
+    def _distilled(self, keep: int | None, tail: Any, positive_only: bool | None, delta: float | None) -> Self:
+        raise NotImplementedError
+
+    def _manifest(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _files(self) -> dict[str, dict[str, Tensor]]:
+        raise NotImplementedError
+
+    def _require(self, what: str) -> None:
+        if not getattr(self.can, what):
+            raise self._refusal(what)
+
+    def _refusal(self, what: str) -> UnsupportedError:
+        return UnsupportedError(_REFUSALS[what].format(self.method["name"]))
+
+    def _check(self, normalize: Normalize, unit: Unit) -> None:
+        if normalize not in (None, "gradient", "metric"):
+            raise InputError(f"normalize must be None, 'gradient' or 'metric', got {normalize!r}.")
+        if unit not in (None, "nats"):
+            raise InputError(f"unit must be None or 'nats', got {unit!r}.")
+        if unit == "nats" and not self.has_curvature:
+            raise UnsupportedError(
+                "This method has no curvature, so its scores are not changes of loss and have no unit. Use unit=None, "
+                "or a method with curvature such as Arnoldi."
+            )
+        if normalize == "gradient":
+            self._require("unit_gradients")
+        if unit == "nats" and normalize is not None:
+            raise InputError(f"Scores normalised by {normalize!r} are ratios without a unit: use unit=None.")
+        if normalize == "metric" and not self.positive_metric:
+            raise NumericalError(
+                "normalize='metric' needs a positive metric, and this fit has negative eigenvalues or promises nothing "
+                "about them. For Arnoldi use fitted.distill(positive_only=True), a tail or curvature='gauss-newton'; "
+                "for any method normalize='gradient'."
+            )
+
+    def _divisor(self, unit: Unit) -> int:
+        return self.num_train if unit == "nats" else 1
+
+
+def checked_compute(compute: Compute | None) -> Compute:
+    """Return the settings of a pass, the default ones if none are given."""
+    if compute is not None and not isinstance(compute, Compute):
+        raise InputError(f"compute must be an eigentrace.Compute, got {compute!r}.")
+    return compute or Compute()
+
+
+def _cosine(scores: Tensor, of_queries: Tensor, of_train: Tensor) -> Tensor:
+    scale = (of_queries.clamp_min(0).sqrt()[:, None] * of_train.clamp_min(0).sqrt()[None]).clamp_min(
+        torch.finfo(scores.dtype).tiny
+    )
+    return torch.where(scores == 0, 0.0, scores / scale)

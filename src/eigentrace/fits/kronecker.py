@@ -1,0 +1,287 @@
+"""The Kronecker eigenbasis of each parameter's gradient, and how much gradient energy lies along its coordinates.
+
+A matrix's gradient is Σₜ leftₜ ⊗ rightₜ. Turned into the eigenbases of Σ left leftᵀ and Σ right rightᵀ, most of its
+energy falls on few coordinates: the ones worth storing. What has no such form keeps its natural basis.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from eigentrace.data import Data
+from eigentrace.gradients.layer_gradients import LayerGradients
+from eigentrace.gradients.outer_products import Factor, OneHot, Outer, rotated
+from eigentrace.krylov.eigenpairs import with_fixed_signs
+from eigentrace.numeric.accumulate import wide
+from eigentrace.projection import Job, gradients, project
+from eigentrace.projection.directions import DenseRows, RotatedRows, Rotation, matrix_shape
+from eigentrace.projection.engine import Compute, Gather, Projection
+from eigentrace.projection.layerwise import narrowed
+from eigentrace.task.layout import Layout
+from eigentrace.task.task import Task
+
+# Sides wider than this (a vocabulary) stay as they are: a covariance of 8192² numbers is the most that is diagonalised.
+WIDEST_SIDE = 8192
+# Leading eigenvectors of a side that are looked at: what lies beyond carries next to no energy, and takes memory.
+_MOST_COLUMNS = 1024
+# Tokens of an example that a covariance is taken on, evenly spaced: neighbouring ones tell the same.
+_MOST_TOKENS = 64
+
+Bases = dict[str, tuple[Tensor | None, Tensor | None]]  # {name: (L, r), (R, s)}; None for the natural basis
+
+
+@dataclass
+class _Covariances:
+    """Σ left leftᵀ and Σ right rightᵀ of every parameter whose gradients come as outer products."""
+
+    layout: Layout
+    budget: int
+    uses: Mapping[str, int]
+    skipped: Mapping[str, str]
+    sides: dict[str, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)  # (g, l, l), (1, r, r)
+
+    def receive(self, name: str, form: LayerGradients) -> None:
+        """Add the products of one use's factors."""
+        if not isinstance(form, Outer) or not form.left.tokens or not form.numel:
+            return
+        if (form.groups * form.left.width, form.right.width) != matrix_shape(self.layout, name):
+            return
+        found = self._products(form.left, form.groups), self._products(form.right, form.groups)
+        found = found[0], None if found[1] is None else found[1].sum(dim=0, keepdim=True)
+        self.sides[name] = _both(self.sides[name], found) if name in self.sides else found
+
+    def finish(self) -> None:
+        """Nothing waits."""
+
+    def _products(self, factor: Factor, groups: int) -> Tensor | None:  # (g, width, width)
+        if isinstance(factor, OneHot) or groups * factor.width > WIDEST_SIDE:
+            return None
+        step = -(-factor.tokens // _MOST_TOKENS)
+        at_once = max(1, self.budget // (8 * groups * factor.tokens * factor.width))
+        total: Tensor | None = None
+        for start in range(0, factor.examples, at_once):
+            tokens = factor.take(start, min(start + at_once, factor.examples))[:, :, ::step]
+            flat = wide(tokens).transpose(0, 1).flatten(1, 2)  # (g, n·T, width)
+            products = flat.transpose(1, 2) @ flat
+            total = products if total is None else total + products
+        return total
+
+
+def _both(
+    ours: tuple[Tensor | None, Tensor | None], theirs: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Add covariances side by side; a side that is natural once is natural for good."""
+    pairs = zip(ours, theirs, strict=True)
+    left, right = (None if a is None or b is None or a.shape != b.shape else a + b for a, b in pairs)
+    return left, right
+
+
+def eigenbases(task: Task, data: Data, compute: Compute) -> Bases:
+    """Diagonalise the covariances of both sides of every matrix over the data; all else keeps its natural basis."""
+    layout = task.layout
+    totals: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+    natural: set[str] = set()
+    job = Job.of(task, "losses", compute=compute)
+    job = replace(job, gather=partial(_Covariances, layout, job.budget))
+    for _, found in project(job, data, "Covariances"):
+        natural |= _without_forms(found, layout)
+        for gather in found.gathered:
+            for name, sides in gather.sides.items():  # type: ignore[attr-defined]
+                totals[name] = _both(totals[name], sides) if name in totals else sides
+    ruled = {name: sides for name, sides in totals.items() if name not in natural}
+    return {name: tuple(map(_eigenvectors, sides)) for name, sides in ruled.items()}  # type: ignore[misc]
+
+
+def _without_forms(found: Projection, layout: Layout) -> set[str]:
+    """Name the parameters whose gradients another engine took."""
+    if not found.gathered:
+        return set(layout.names)
+    return {name for gather in found.gathered for name in gather.skipped}  # type: ignore[attr-defined]
+
+
+def _eigenvectors(covariances: Tensor | None) -> Tensor | None:  # (g, width, width) -> (g·width, columns)
+    if covariances is None or covariances.shape[1] == 1:
+        return None
+    each = max(1, _MOST_COLUMNS // len(covariances))
+    try:
+        vectors = torch.linalg.eigh(covariances).eigenvectors
+    except torch.linalg.LinAlgError:
+        # Inputs that are always zero give as many equal eigenvalues, at which float32 gives up on some processors.
+        vectors = torch.linalg.eigh(covariances.double()).eigenvectors.to(covariances.dtype)
+    basis = torch.block_diag(*vectors.flip(-1)[..., :each])
+    return with_fixed_signs(basis.T.contiguous()).T.contiguous()
+
+
+@dataclass
+class _Energies:
+    """Sums over examples of the squared coordinates of every parameter that has a layer rule."""
+
+    bases: Bases
+    layout: Layout
+    budget: int
+    uses: Mapping[str, int]
+    skipped: Mapping[str, str]
+    sums: dict[str, Tensor] = field(default_factory=dict)  # (r, s)
+    waiting: dict[str, list[LayerGradients]] = field(default_factory=dict)
+
+    def receive(self, name: str, form: LayerGradients) -> None:
+        """Square the gradients of a parameter once all of its uses have come by: they add up first."""
+        together = self.waiting.setdefault(name, [])
+        together.append(form)
+        if len(together) == self.uses[name]:
+            self._settle(name)
+
+    def finish(self) -> None:
+        """Take what never got all the gradients it was waiting for."""
+        for name in list(self.waiting):
+            self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        forms = self.waiting.pop(name)
+        left, right = self.bases.get(name, (None, None))
+        shape = matrix_shape(self.layout, name)
+        if len(forms) == 1 and isinstance(forms[0], Outer) and forms[0].groups == 1:
+            form = forms[0]
+            if form.left.tokens == 1 and not isinstance(form.left, OneHot):
+                self.sums[name] = self._of_one_token(form, left, right)
+                return
+            if isinstance(form.left, OneHot) and left is None:
+                self.sums[name] = _of_lookup(form, right)
+                return
+        # Factors, what they are turned into, and the product of both; a lookup is written out as whole numbers.
+        tokens = max((form.left.tokens for form in forms if isinstance(form, Outer)), default=0)
+        each = 16 * (shape[0] * shape[1] + tokens * (shape[0] + shape[1]))
+        at_once = max(1, self.budget // max(each, 1))
+        total: Tensor | None = None
+        for start in range(0, forms[0].examples, at_once):
+            stop = min(start + at_once, forms[0].examples)
+            turned = sum(_turned(form, left, right, shape, start, stop) for form in forms)
+            squares = turned.square().sum(dim=0)  # type: ignore[union-attr]
+            total = squares if total is None else total + squares
+        self.sums[name] = total  # type: ignore[assignment]
+
+    def _of_one_token(self, form: Outer, left: Tensor | None, right: Tensor | None) -> Tensor:
+        """(a ⊗ b)² is a² ⊗ b²: one product of matrices for the whole batch."""
+        a, b = (
+            wide(rotated(f, u).take(0, form.examples)[:, 0, 0]) for f, u in ((form.left, left), (form.right, right))
+        )
+        return a.square().T @ b.square()
+
+
+def _of_lookup(form: Outer, right: Tensor | None) -> Tensor:  # (V, s)
+    """Add the tokens of an example that look the same row up, square, and add to the row's energies."""
+    index, width = form.left.index, form.left.width  # type: ignore[attr-defined]
+    b = wide(rotated(form.right, right).take(0, form.examples)[:, 0])  # (B, T, s)
+    keys = torch.arange(len(index), device=index.device)[:, None] * width + index
+    keys, place = keys.flatten().unique(return_inverse=True)
+    sums = b.new_zeros(len(keys), b.shape[-1]).index_add_(0, place, b.flatten(0, 1))
+    return b.new_zeros(width, b.shape[-1]).index_add_(0, keys % width, sums.square())
+
+
+def _turned(
+    form: LayerGradients, left: Tensor | None, right: Tensor | None, shape: tuple[int, int], start: int, stop: int
+) -> Tensor:  # (n, r, s)
+    if isinstance(form, Outer) and form.groups == 1:
+        sides = rotated(form.left, left, start, stop), rotated(form.right, right, start, stop)
+        a, b = (wide(side.take(0, stop - start)[:, 0]) for side in sides)
+        dtype = torch.promote_types(a.dtype, b.dtype)  # a lookup is written out in whole numbers
+        return a.to(dtype).transpose(1, 2) @ b.to(dtype)
+    turned = wide(form.write(start, stop)).unflatten(1, shape)
+    turned = turned if left is None else left.to(turned.dtype).T @ turned
+    return turned if right is None else turned @ right.to(turned.dtype)
+
+
+@dataclass(frozen=True)
+class Energies:
+    """Σ over examples of every coordinate's square, and the kept features' second moments over the same examples."""
+
+    bases: Bases
+    sums: Mapping[str, Tensor]  # {name: (r, s)}
+    moments: Tensor  # (K, K) float64, Σ φ φᵀ
+
+
+def energies(task: Task, data: Data, bases: Bases, kept: DenseRows, compute: Compute) -> Energies:
+    """Measure the energy along each coordinate of the bases, and along the kept rows, in one pass."""
+    layout = task.layout
+    job = Job.of(task, "losses", kept, compute=compute)
+    job = replace(job, gather=partial(_Energies, bases, layout, job.budget))
+    sums: dict[str, Tensor] = {}
+    missing: set[str] = set()
+    moments = torch.zeros(kept.count, kept.count, dtype=torch.float64, device=layout.device)
+    for _, found in project(job, data, "Energies"):
+        missing |= _without_forms(found, layout)
+        _add(sums, found.gathered)
+        phi = found.features.double()
+        moments += phi.T @ phi
+    rest = [name for name in layout.names if name in missing]
+    if rest:
+        part = narrowed(replace(job, gather=None), rest)
+        totals = torch.zeros(part.task.layout.numel, dtype=layout.dtype, device=layout.device)
+        for flat in gradients(part, data):
+            totals += flat.square().sum(dim=0)
+        shapes = {name: matrix_shape(layout, name) for name in rest}
+        pieces = totals.split(part.task.layout.sizes)
+        sums |= {name: piece.view(shapes[name]) for name, piece in zip(rest, pieces, strict=True)}
+    return Energies({name: sides for name, sides in bases.items() if name not in missing}, sums, moments)
+
+
+def _add(sums: dict[str, Tensor], gathered: Iterable[Gather]) -> None:
+    for gather in gathered:
+        for name, value in gather.sums.items():  # type: ignore[attr-defined]
+            if name in sums:
+                sums[name] += value
+            else:
+                sums[name] = value.clone()
+
+
+def estimates(found: Energies, directions: DenseRows, kept: Tensor) -> dict[str, Tensor]:  # {name: (r, s)}
+    """Estimate each coordinate's energy without the kept directions: Σ (u·g)² − cᵀ(Σ φφᵀ)c with c = G·u.
+
+    That is exact where what is left of a coordinate does not correlate with the kept features.
+    """
+    layout, chosen = directions.layout, kept.to(found.moments.device)
+    values, vectors = torch.linalg.eigh(found.moments[chosen][:, chosen])
+    scaled = (vectors * values.clamp_min(0).sqrt()).T.to(layout.dtype)  # rows √ψⱼ·vⱼ: mixed by them, φ do not correlate
+    result = {}
+    for name, sums in found.sums.items():
+        total = sums.to(layout.dtype).clone()
+        columns = directions.matrix[:, layout.span(name)][kept.to(directions.matrix.device)]
+        left, right = found.bases.get(name, (None, None))
+        for row in (scaled @ columns.to(scaled)).unflatten(1, matrix_shape(layout, name)):
+            turned = row if left is None else left.to(row.dtype).T @ row
+            turned = turned if right is None else turned @ right.to(row.dtype)
+            total -= turned.square()
+        result[name] = total.clamp_min_(0)
+    return result
+
+
+def leading(found: Energies, directions: DenseRows, kept: Tensor, count: int) -> RotatedRows:
+    """Name `count` coordinates that may hold the most energy once the kept directions are taken out, as rows.
+
+    Half of them by the estimate; where that fails, the whole energy is the safer guide to the other half.
+    """
+    left_over = estimates(found, directions, kept)
+    names = [name for name in directions.layout.names if name in found.sums]
+    flat = [torch.cat([values[name].flatten() for name in names]) for values in (left_over, found.sums)]
+    chosen = _highest(flat[0], flat[1], count)
+    rotations, offset = {}, 0
+    for name in names:
+        size, width = found.sums[name].numel(), found.sums[name].shape[1]
+        here = chosen[(chosen >= offset) & (chosen < offset + size)] - offset
+        offset += size
+        if len(here):
+            pairs = torch.stack([here // width, here % width])
+            rotations[name] = Rotation(*found.bases.get(name, (None, None)), pairs).trimmed()
+    return RotatedRows(rotations, directions.layout)
+
+
+def _highest(first: Tensor, second: Tensor, count: int) -> Tensor:  # (n,), (n,) -> (count,) ascending
+    """Take the highest of one list of numbers, and fill up with the highest of the other."""
+    count = min(count, len(second))
+    leaders = first.topk(-(-count // 2)).indices
+    rest = second.clone()
+    rest[leaders] = -1.0
+    return torch.cat([leaders, rest.topk(count - len(leaders)).indices]).sort().values

@@ -1,0 +1,78 @@
+"""Read saved fits back for the tasks that they were made with."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eigentrace.disk.manifest import read_manifest
+from eigentrace.disk.tensors import read_tensors
+from eigentrace.errors import InputError, MismatchError
+from eigentrace.fits.cut import Cut
+from eigentrace.fits.eigen_fit import EigenFit
+from eigentrace.fits.ensemble import ENSEMBLE, Ensemble
+from eigentrace.fits.file_names import member_folder, state_file
+from eigentrace.fits.fitted import Fitted
+from eigentrace.fits.on_disk import read_block, read_coordinates, read_eigenpairs
+from eigentrace.fits.projected_fit import DirectionsFit, ProjectedFit
+from eigentrace.task.checkpoints import Checkpoint
+from eigentrace.task.identity import LossFingerprint
+from eigentrace.task.task import Task
+
+
+def load(path: str | Path, task: Task | Sequence[Task]) -> Fitted:
+    """Read a saved fit, or an ensemble of them, back for the task it was made with.
+
+    Args:
+        path: What `save` wrote.
+        task: The same model and selection. For an ensemble of fits made one by one, their tasks in order.
+    """
+    path = Path(path)
+    return _load_ensemble(path, task) if (path / member_folder(0)).is_dir() else _load_directions(path, task)
+
+
+def _load_ensemble(path: Path, task: Task | Sequence[Task]) -> Ensemble:
+    manifest = read_manifest(path, ENSEMBLE)
+    try:
+        count, has_states = int(manifest["members"]), bool(manifest["states"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise MismatchError(f"{path} is incomplete or was edited ({error!r}). Save the ensemble again.") from None
+    if has_states:
+        if not isinstance(task, Task):
+            raise InputError("This ensemble holds checkpoints of one model: give the one Task it was made with.")
+        states = [Checkpoint(read_tensors(path / state_file(number))) for number in range(count)]
+        tasks = [task.at(state.load()) for state in states]
+    else:
+        tasks = [task] * count if isinstance(task, Task) else list(task)
+    if len(tasks) != count:
+        raise InputError(f"The ensemble at {path} has {count} members, got {len(tasks)} tasks: give one for each.")
+    members = [load(path / member_folder(number), member) for number, member in enumerate(tasks)]
+    return Ensemble(tuple(members), tuple(states) if has_states else None)
+
+
+def _load_directions(path: str | Path, task: Any) -> ProjectedFit:
+    """Read a saved fit that is no ensemble back for the task it was made with."""
+    if not isinstance(task, Task):
+        raise InputError(f"load takes the Task the fit was made with, got {type(task).__name__}.")
+    path = Path(path)
+    manifest = read_manifest(path, "fit")
+    try:
+        if manifest["double"]:
+            task = task.double()
+        if manifest["fingerprint"] != task.fingerprint():
+            raise MismatchError(
+                f"The fit at {path} was made for {manifest['coverage']} of another model, other weights, or another "
+                f"selection than this task's {task.coverage}. Load the same checkpoint and give the same `params`."
+            )
+        return _assemble(path, manifest, task.pinned(LossFingerprint.read(manifest.get("trial"))))
+    except (KeyError, TypeError) as error:
+        raise MismatchError(f"{path} is incomplete or was edited ({error!r}). Save the fit again.") from None
+
+
+def _assemble(path: Path, manifest: dict[str, Any], task: Task) -> ProjectedFit:
+    shared = {key: manifest[key] for key in ("method", "num_train", "has_curvature")}
+    if "cut" in manifest:
+        eigenpairs = read_eigenpairs(path, manifest, task.layout)
+        coordinates = read_coordinates(path, manifest, len(eigenpairs.spectrum.eigenvalues), task.layout)
+        return EigenFit(task, eigenpairs, Cut(**manifest["cut"]), **shared, coordinates=coordinates)
+    blocks = [read_block(path, number, record, task.layout) for number, record in enumerate(manifest["blocks"])]
+    return DirectionsFit(task, tuple(blocks), **shared)

@@ -1,0 +1,125 @@
+"""Fits as files: eigenpairs and how they are cut, coordinates, or blocks as they are."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eigentrace.disk.tensors import read_tensors
+from eigentrace.errors import MismatchError, UnsupportedError
+from eigentrace.fits.cut import Cut
+from eigentrace.fits.file_names import COORDINATES, EIGENPAIRS, block_file
+from eigentrace.fits.fitted import Fitted
+from eigentrace.fits.tail_coordinates import Coordinates
+from eigentrace.fits.weighted_directions import Block
+from eigentrace.krylov.eigenpairs import Eigenpairs, Spectrum
+from eigentrace.krylov.iterate import Ending
+from eigentrace.projection.directions import DenseRows, Rows, UnitRows
+from eigentrace.settings import plain
+from eigentrace.task.checkpoints import Checkpoint
+from eigentrace.task.layout import Layout
+from eigentrace.task.task import Task
+from eigentrace.version import __version__
+
+
+def fit_manifest(fitted: Fitted) -> dict[str, Any]:
+    """Say what all saved fits say: which model they belong to, and how they were made."""
+    task = fitted.task
+    return {
+        "kind": "fit",
+        "format": 1,
+        "versions": {"eigentrace": __version__, "torch": torch.__version__},
+        "fingerprint": task.fingerprint(),
+        "coverage": str(task.coverage),
+        "l2": task.l2,
+        "method": fitted.method,
+        "num_train": fitted.num_train,
+        "has_curvature": fitted.has_curvature,
+        "double": task.is_double_copy,
+        "trial": None if task.loss_fingerprint is None else task.loss_fingerprint.record(),
+    }
+
+
+def block_records(blocks: Sequence[Block]) -> dict[str, Any]:
+    """Describe blocks that are stored as they are."""
+    return {"blocks": [{"identity": block.identity, "state": block.state is not None} for block in blocks]}
+
+
+def block_files(blocks: Sequence[Block], task: Task) -> dict[str, dict[str, Tensor]]:
+    """Store blocks as they are: rows, weights, and the parameters they are taken at."""
+    files = {}
+    for number, block in enumerate(blocks):
+        tensors = {"weights": block.weights} | _rows_tensors(block.rows)
+        if block.state is not None:
+            tensors |= {f"state.{name}": value for name, value in task.canonical(block.state.load()).items()}
+        files[block_file(number)] = tensors
+    return files
+
+
+def cut_record(eigenpairs: Eigenpairs, cut: Cut, coordinates: Coordinates | None) -> dict[str, Any]:
+    """Describe a cut, which is stored as all eigenpairs and how they are cut: its block is made again on loading."""
+    spectrum = eigenpairs.spectrum
+    record: dict[str, Any] = {"cut": {key: plain(value) for key, value in dataclasses.asdict(cut).items()}}
+    record |= {"ending": spectrum.ending.name, "num_products": spectrum.num_products}
+    return record if coordinates is None else record | {"coordinates": coordinates.count}
+
+
+def eigenpair_files(eigenpairs: Eigenpairs, coordinates: Coordinates | None) -> dict[str, dict[str, Tensor]]:
+    """Store all eigenpairs of a fit, and the coordinates of its tail if there are any."""
+    spectrum = eigenpairs.spectrum
+    tensors = {"directions": eigenpairs.directions, "eigenvalues": spectrum.eigenvalues}
+    if spectrum.residuals is not None:
+        tensors["residuals"] = spectrum.residuals
+    return {EIGENPAIRS: tensors} | ({} if coordinates is None else {COORDINATES: coordinates.tensors()})
+
+
+def _rows_tensors(rows: Rows) -> dict[str, Tensor]:
+    if isinstance(rows, DenseRows):
+        return {"rows": rows.matrix}
+    if isinstance(rows, UnitRows):
+        return {"index": rows.index}
+    raise UnsupportedError(f"Rows of kind {type(rows).__name__} cannot be saved.")
+
+
+def read_eigenpairs(path: Path, manifest: dict[str, Any], layout: Layout) -> Eigenpairs:
+    """Read the eigenpairs of a saved cut."""
+    tensors = read_tensors(path / EIGENPAIRS)
+    ending, products = Ending[manifest["ending"]], manifest["num_products"]
+    spectrum = Spectrum(tensors["eigenvalues"], tensors.get("residuals"), ending, products)
+    directions = _rows_of(tensors, "directions", len(spectrum.eigenvalues), layout)
+    # Rows go back to where the basis they come from was held.
+    on_host = manifest["method"].get("basis", {}).get("place") == "host"
+    return Eigenpairs(directions if on_host else directions.to(layout.device), spectrum)
+
+
+def read_block(path: Path, number: int, record: dict[str, Any], layout: Layout) -> Block:
+    """Read one of several saved blocks."""
+    tensors = read_tensors(path / block_file(number))
+    rows: Rows = (
+        UnitRows(tensors["index"], layout)
+        if "index" in tensors
+        else DenseRows(_rows_of(tensors, "rows", len(tensors["weights"]), layout).to(layout.device), layout)
+    )
+    state = {key.removeprefix("state."): t for key, t in tensors.items() if key.startswith("state.")}
+    return Block(rows, tensors["weights"], record["identity"], Checkpoint(state) if record["state"] else None)
+
+
+def _rows_of(tensors: dict[str, Tensor], name: str, count: int, layout: Layout) -> Tensor:  # (K, P), on the host
+    found = tensors[name]
+    # Rows of a bfloat16 basis stay as they were held.
+    if found.shape != (count, layout.numel) or found.dtype not in (layout.dtype, torch.bfloat16):
+        raise MismatchError(
+            f"The saved {name} are {tuple(found.shape)} of {found.dtype}, expected {(count, layout.numel)} of "
+            f"{layout.dtype} or bfloat16: the file was edited or belongs to another fit. Save it again."
+        )
+    return found
+
+
+def read_coordinates(path: Path, manifest: dict[str, Any], num_directions: int, layout: Layout) -> Coordinates | None:
+    """Read the coordinates of a saved cut, if it has any."""
+    if "coordinates" not in manifest:
+        return None
+    return Coordinates.of_tensors(read_tensors(path / COORDINATES), num_directions, layout)

@@ -1,0 +1,156 @@
+"""Fits that score by directions: features are products of gradients with them, and scores weighted sums of features."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eigentrace.data import Data, as_data
+from eigentrace.errors import InputError
+from eigentrace.fits.fitted import Capabilities, Fitted, Unit, checked_compute
+from eigentrace.fits.on_disk import block_files, block_records, fit_manifest
+from eigentrace.fits.weighted_directions import (
+    Block,
+    Term,
+    What,
+    cross_scores,
+    features_of,
+    from_features,
+    self_from_features,
+    self_scores,
+)
+from eigentrace.numeric.top_k import Ranked, best_of, shortlist_rows
+from eigentrace.projection.engine import Compute
+from eigentrace.settings import check_counts
+from eigentrace.task.task import Task
+
+
+class ProjectedFit(Fitted):
+    """A fit whose scores are sums over blocks of weighted directions, each at one state of the parameters."""
+
+    blocks: tuple[Block, ...]
+    """One for each state of the parameters."""
+
+    @property
+    def num_features(self) -> int:
+        """K, numbers that describe an example."""
+        return sum(block.rows.count for block in self.blocks)
+
+    @property
+    def bytes_per_example(self) -> int:
+        """What the features of one example take in the type they come in."""
+        return self.num_features * self.task.layout.dtype.itemsize
+
+    @property
+    def positive_metric(self) -> bool:
+        """Tell whether every self-influence is positive by construction."""
+        return all(bool((block.weights + block.identity > 0).all()) for block in self.blocks)
+
+    def terms(self) -> tuple[Term, ...]:
+        """Return the blocks with the task they belong to."""
+        return tuple(Term(self.task, block) for block in self.blocks)
+
+    def from_features(self, train: Tensor, queries: Tensor) -> Tensor:  # (N, K), (Q, K) -> (Q, N)
+        """Score stored features against each other, without model or data.
+
+        Args:
+            train: `features(data)` of training examples.
+            queries: `features(data, queries=True)` of the examples asked about.
+        """
+        return from_features(self.blocks, train, queries)
+
+    def self_from_features(self, features: Tensor, square_norms: Tensor | None = None) -> Tensor:  # (N, K) -> (N,)
+        """Score stored features against themselves.
+
+        Args:
+            features: `features(data)`.
+            square_norms: ‖g(x)‖² of the same examples (N,), such as `TracIn().fit(...).self_influence(data)`: with
+                them a stored fit answers as if it had its whole tail.
+        """
+        return self_from_features(
+            self._whole_blocks() if square_norms is not None else self.blocks, features, square_norms
+        )
+
+    def influence_topk(
+        self,
+        train: Any,
+        queries: Any,
+        k: int = 20,
+        *,
+        features: Tensor | None = None,
+        shortlist: int = 200,
+        unit: Unit = None,
+        compute: Compute | None = None,
+    ) -> Ranked:
+        """Find each query's strongest proponents and opponents: shortlisted by features, rescored with the whole tail.
+
+        Args:
+            train: The training examples; only those on the shortlist go through the model where features are given.
+            queries: The examples asked about.
+            k: How many on either side.
+            features: `features(train)` of this fit, if they are stored; computed if not.
+            shortlist: Candidates per query, half of them on either side. All examples: the exact ranking.
+            unit: None, or "nats".
+            compute: Engine, precision, memory and batch size of the passes.
+        """
+        check_counts(1, k=k)
+        data, asked, compute = as_data(train), as_data(queries), checked_compute(compute)
+        if shortlist < 2 * k and shortlist < len(data):
+            raise InputError(f"A shortlist of {shortlist} cannot give {k} on either side: make it at least {2 * k}.")
+        self._require("features")
+        stored = self._by_features()
+        if features is None:
+            features = stored.features(data, compute=compute)
+        if len(features) != len(data):
+            raise InputError(f"Got features of {len(features)} examples for {len(data)} training examples.")
+        of_queries = stored.features(asked, queries=True, compute=compute)
+        # Checks the shapes on the way.
+        from_features(stored.blocks, features[:0], of_queries)
+        weights = torch.cat([block.weights for block in stored.blocks])
+        # Each query is ranked on its own list, so that it gets the same answer in any company.
+        lists = shortlist_rows(features, of_queries * weights.to(of_queries), shortlist)
+        rows, place = lists.unique(return_inverse=True)
+        scores = self.unstored().influence(data.take(rows.numpy()), asked, unit=unit, compute=compute)
+        return best_of(scores.gather(1, place), lists, min(k, len(data)))
+
+    def _by_features(self) -> "ProjectedFit":
+        """Return the fit whose scores follow from features alone."""
+        return self
+
+    def _whole_blocks(self) -> tuple[Block, ...]:
+        """Return the blocks that score with gradient norms at hand."""
+        return self.blocks
+
+    def _features(self, data: Data, *, queries: bool, compute: Compute) -> Tensor:
+        what: What = "measurements" if queries else "losses"
+        return features_of(self.task, self.blocks, data, what, compute)
+
+    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
+        what: What = "measurements" if queries else "losses"
+        return self_scores(self.task, self.blocks, data, what, unit_gradients, compute)
+
+    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool, compute: Compute) -> Tensor:
+        return cross_scores(self.task, self.blocks, train, queries, unit_gradients, compute)
+
+
+@dataclass(frozen=True)
+class DirectionsFit(ProjectedFit):
+    """A fit by directions that are no eigenvectors of the curvature: random ones, parameters, or whole gradients."""
+
+    task: Task
+    blocks: tuple[Block, ...]
+    method: dict[str, Any]
+    num_train: int
+    has_curvature: bool = False
+
+    @property
+    def can(self) -> Capabilities:
+        """Score pairs and be saved; it has features unless it scores by whole gradients."""
+        return Capabilities(influence=True, features=self.num_features > 0, save=True, unit_gradients=True)
+
+    def _manifest(self) -> dict[str, Any]:
+        return fit_manifest(self) | block_records(self.blocks)
+
+    def _files(self) -> dict[str, dict[str, Tensor]]:
+        return block_files(self.blocks, self.task)

@@ -1,0 +1,57 @@
+"""Fits that solve a system with the curvature for every gradient, and keep nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eigentrace.data import Data
+from eigentrace.fits.fitted import Capabilities, Fitted
+from eigentrace.numeric.accumulate import over
+from eigentrace.projection import Job, gradients, in_chunks, project
+from eigentrace.projection.directions import DenseRows
+from eigentrace.projection.engine import Compute
+from eigentrace.task.task import Task
+
+
+@dataclass(frozen=True)
+class SolvedFit(Fitted):
+    """Scores ⟨g(z), H⁻¹g(x)⟩ with H⁻¹ applied to one gradient after the other."""
+
+    task: Task
+    solve: Callable[[Tensor], Tensor]  # (q, P) -> (q, P)
+    method: dict[str, Any]
+    num_train: int
+    has_curvature: bool = True
+
+    @property
+    def can(self) -> Capabilities:
+        """Score pairs; nothing is kept that could be stored."""
+        return Capabilities(influence=True, unit_gradients=True)
+
+    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
+        scores = []
+        with self.task.session():
+            job = Job.of(self.task, "measurements" if queries else "losses", compute=compute)
+            for g in in_chunks(gradients(job, data), job.budget // 4):
+                score = (self.solve(g) * g).sum(dim=1)
+                scores.append((over(score, g.square().sum(dim=1)) if unit_gradients else score).cpu())
+        return torch.cat(scores)
+
+    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool, compute: Compute) -> Tensor:
+        total = torch.zeros(len(queries), len(train), dtype=self.task.layout.dtype, device="cpu")
+        start = 0
+        with self.task.session():
+            asked = Job.of(self.task, "measurements", compute=compute)
+            for g in in_chunks(gradients(asked, queries), asked.budget // 4):
+                solved = self.solve(over(g, g.norm(dim=1, keepdim=True)) if unit_gradients else g)
+                job = Job.of(self.task, "losses", DenseRows(solved, self.task.layout), unit_gradients, compute)
+                for batch, found in project(job, train):
+                    scores = found.features
+                    if unit_gradients:
+                        scores = over(scores, found.squares().sqrt()[:, None])
+                    total[start : start + len(g), batch.rows] = scores.T.cpu()
+                start += len(g)
+        return total

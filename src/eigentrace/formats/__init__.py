@@ -1,0 +1,1 @@
+"""CSV, JSONL and Parquet files as tables."""

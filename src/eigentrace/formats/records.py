@@ -1,0 +1,295 @@
+"""Files of examples as rows that can be read in any order, and that become Python objects a batch at a time."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
+import pyarrow.parquet as pq
+
+from eigentrace.errors import DataError, InputError
+from eigentrace.formats.files import BLOCK, Files
+from eigentrace.formats.quoting import check_closed, parsing
+
+# Row groups held at a time: a pass in order needs one, a batch that lies across two needs both.
+_HELD_GROUPS = 3
+
+
+class _Pieces(Protocol):
+    """A dataset in parts small enough to be held one at a time."""
+
+    schema: pa.Schema
+    sizes: list[int]
+
+    def get(self, number: int, names: tuple[str, ...]) -> pa.Table: ...
+
+    def may_have_nulls(self, number: int, column: str) -> bool: ...
+
+
+class _Held:
+    """Batches of an Arrow table, in memory or mapped from a file."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.schema = table.schema
+        self._batches = table.to_batches()
+        self.sizes = [batch.num_rows for batch in self._batches]
+
+    def get(self, number: int, names: tuple[str, ...]) -> pa.Table:
+        return pa.Table.from_batches([self._batches[number]]).select(list(names))
+
+    def may_have_nulls(self, number: int, column: str) -> bool:
+        return self._batches[number].column(column).null_count > 0
+
+
+class _RowGroups:
+    """Row groups of Parquet files, read when a row of them is asked for."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.schema = pq.ParquetFile(paths[0]).schema_arrow
+        self.sizes: list[int] = []
+        self._places: list[tuple[Path, int]] = []
+        self._open: tuple[Path, pq.ParquetFile] | None = None
+        self._groups: dict[tuple[int, tuple[str, ...]], pa.Table] = {}
+        self._lock = Lock()
+        for path in paths:
+            with pq.ParquetFile(path) as file:
+                _check_same(self.schema, file.schema_arrow, paths[0], path)
+                groups = range(file.metadata.num_row_groups)
+                self.sizes += [file.metadata.row_group(group).num_rows for group in groups]
+                self._places += [(path, group) for group in groups]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Open files and locks do not travel to another process.
+        return vars(self) | {"_open": None, "_groups": {}, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"_lock": Lock()})
+
+    def get(self, number: int, names: tuple[str, ...]) -> pa.Table:
+        # A page that shows examples reads them in several threads.
+        with self._lock:
+            return self._get(number, names)
+
+    def _get(self, number: int, names: tuple[str, ...]) -> pa.Table:
+        key = (number, names)
+        table = self._groups.pop(key, None)
+        if table is None:
+            path, group = self._places[number]
+            table = without_views(self._file(path).read_row_group(group, columns=list(names)).select(list(names)))
+        self._groups[key] = table  # the last used comes last
+        while len(self._groups) > _HELD_GROUPS:
+            del self._groups[next(iter(self._groups))]
+        return table
+
+    def may_have_nulls(self, number: int, column: str) -> bool:
+        path, group = self._places[number]
+        about = self._file(path).metadata.row_group(group)
+        leaves = [about.column(leaf) for leaf in range(about.num_columns)]
+        counts = [leaf.statistics.null_count for leaf in leaves if leaf.path_in_schema == column and leaf.statistics]
+        return counts != [0]
+
+    def _file(self, path: Path) -> pq.ParquetFile:
+        if self._open is None or self._open[0] != path:
+            self._open = (path, pq.ParquetFile(path, memory_map=True))
+        return self._open[1]
+
+
+class Records:
+    """Rows with named columns, numbered from 0.
+
+    Parquet files and saved datasets are read as rows are asked for; CSV and JSON lines are held in memory as Arrow.
+    """
+
+    def __init__(self, pieces: _Pieces, name: str) -> None:
+        self._pieces, self.name, self.schema = pieces, name, pieces.schema
+        self._ends = np.cumsum(pieces.sizes, dtype=np.int64)
+        twice = {column for column in self.schema.names if self.schema.names.count(column) > 1}
+        if twice:
+            raise DataError(f"{name} has several columns called {_named(sorted(twice))}: give each its own name.")
+        if not len(self):
+            raise DataError(f"{name} has no rows: at least one example is needed.")
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def check_columns(self, **wanted: str | None) -> None:
+        """Refuse a column that is not there, naming what it was wanted for and what there is."""
+        for what, column in wanted.items():
+            if column is not None and column not in self.schema.names:
+                raise InputError(
+                    f"{self.name} has no column {column!r} (asked for as {what}). It has: "
+                    f"{_named(self.schema.names)}. Name one of them with {what}."
+                )
+
+    def read(self, rows: Sequence[int] | np.ndarray, names: Sequence[str]) -> pa.Table:
+        """Read the given rows of some columns, in the order asked for."""
+        rows = np.asarray(rows, dtype=np.int64)
+        pieces = np.searchsorted(self._ends, rows, side="right")
+        cuts = np.flatnonzero(np.diff(pieces)) + 1
+        parts = []
+        for here, numbers in zip(np.split(rows, cuts), np.split(pieces, cuts), strict=True):
+            number = int(numbers[0])
+            start = self._ends[number] - self._pieces.sizes[number]
+            parts.append(self._pieces.get(number, tuple(names)).take(pa.array(here - start)))
+        return parts[0] if len(parts) == 1 else pa.concat_tables(parts)
+
+    def chunks(self, column: str) -> Iterator[tuple[int, pa.Array]]:
+        """Yield a column in order as (first row, values), a piece at a time."""
+        for number in range(len(self._pieces.sizes)):
+            yield from self._chunks(number, column)
+
+    def _chunks(self, number: int, column: str) -> Iterator[tuple[int, pa.Array]]:
+        row = int(self._ends[number]) - self._pieces.sizes[number]
+        for chunk in self._pieces.get(number, (column,)).column(0).chunks:
+            yield row, chunk
+            row += len(chunk)
+
+    def whole(self, names: Sequence[str]) -> pa.Table:
+        """Read some columns whole."""
+        return pa.concat_tables(self._pieces.get(number, tuple(names)) for number in range(len(self._pieces.sizes)))
+
+    def pieces(self, names: Sequence[str], rows_at_once: int) -> Iterator[pa.Table]:
+        """Yield some columns in order, so many rows at a time at most."""
+        for number in range(len(self._pieces.sizes)):
+            table = self._pieces.get(number, tuple(names))
+            yield from (table.slice(start, rows_at_once) for start in range(0, len(table), rows_at_once))
+
+    def refuse_nulls(self, *columns: str) -> None:
+        """Stop at the first row without a value; parts of Parquet files that count no nulls are not read for it."""
+        for column in columns:
+            for number in range(len(self._pieces.sizes)):
+                if self._pieces.may_have_nulls(number, column):
+                    for first, chunk in self._chunks(number, column):
+                        self._refuse_null(column, first, chunk)
+
+    def _refuse_null(self, column: str, first: int, chunk: pa.Array) -> None:
+        if chunk.null_count:
+            row = first + int(chunk.is_null().to_numpy(zero_copy_only=False).argmax())
+            raise DataError(
+                f"Row {row} of {self.name} (counted from 0) has no value in column {column!r}. Fill it in, or leave "
+                "the row out."
+            )
+
+
+def without_views(table: pa.Table) -> pa.Table:
+    """Turn views of texts and bytes, of which pyarrow cannot take single rows, into plain ones."""
+    kinds = [(field.name, _PLAIN.get(field.type)) for field in table.schema]
+    for at, (name, kind) in enumerate(kinds):
+        table = table if kind is None else table.set_column(at, name, table.column(at).cast(kind))
+    return table
+
+
+_PLAIN = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+
+
+def held_records(columns: Mapping[str, Any], name: str) -> Records:
+    """Make records of columns in memory."""
+    return Records(_Held(pa.table(dict(columns))), name)
+
+
+def open_records(files: Files, as_text: Sequence[str] = ()) -> Records:
+    """Open the files of a dataset.
+
+    Args:
+        files: What `find_files` found.
+        as_text: Columns that are text even where a CSV file holds nothing but digits in them.
+    """
+    name = str(files.source)
+    try:
+        if files.format == "parquet":
+            return Records(_RowGroups(files.paths), name)
+        tables = [_read(path, files.format, as_text) for path in files.paths]
+        for path, table in zip(files.paths, tables, strict=True):
+            _check_same(tables[0].schema, table.schema, files.paths[0], path)
+        return Records(_Held(without_views(pa.concat_tables(tables))), name)
+    except pa.ArrowException as error:
+        if files.format == "csv" and "straddling" in str(error):  # a field too long to be read: most likely not closed
+            for path in files.paths:
+                check_closed(path)
+        raise DataError(f"{name} cannot be read as {files.format}: {error}{_hint(files, str(error))}") from None
+
+
+def _hint(files: Files, error: str) -> str:
+    """Say what an error of the parser usually comes from, and what to do about it."""
+    for pattern, words in _HINTS.items():
+        if re.search(pattern, error):
+            return f" | {words}"
+    if not re.search(r"Expected \d+ columns?, got \d+", error):
+        return ""
+    if any(_has_lone_return(path) for path in files.paths):
+        return f" | {_LONE_RETURN}"
+    if files.format == "tsv":
+        return (
+            " | Every line of a TSV file needs as many fields as its header. Texts with tabs or line breaks must be in "
+            "quotes, all quotes inside them doubled, or be stored as JSON lines or Parquet."
+        )
+    return (
+        " | A lone quote at the beginning of a field is the usual cause: it opens a field that goes on to the next "
+        "quote, over commas and lines. Put texts with quotes or commas in quotes and double the quotes inside them, as "
+        "CSV writers do, or store them as TSV, where lone quotes are text."
+    )
+
+
+_HINTS = {
+    "invalid UTF8": "Text must be UTF-8. Convert the file (iconv -f latin1 -t utf-8), or save it as CSV UTF-8.",
+    r"Column\(\) changed from object to array": (
+        "The file is one array, and JSON lines are objects, each on a line of its own. Write it so: jq -c '.[]', or "
+        "to_json(orient='records', lines=True) of pandas."
+    ),
+    r"Column\(/.*\) changed from": "A column has one type in all rows: write its values as text, or as numbers.",
+}
+_LONE_RETURN = (
+    "The file holds carriage returns (\\r) without a line feed after them. Outside of quotes they end a row: take them "
+    "out of the texts, or put these texts in quotes."
+)
+
+
+def _has_lone_return(path: Path) -> bool:
+    with path.open("rb") as file:
+        return any(re.search(rb"\r(?!\n)", line) for line in file)
+
+
+def _read(path: Path, kind: str, as_text: Sequence[str]) -> pa.Table:
+    if kind == "arrow":
+        return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+    if kind == "jsonl":
+        return _read_json(path, as_text)
+    convert = pa.csv.ConvertOptions(column_types=dict.fromkeys(as_text, pa.string()))
+    table = pa.csv.read_csv(path, pa.csv.ReadOptions(block_size=BLOCK), parsing(path, kind), convert)
+    if kind == "csv":
+        check_closed(path)
+    return table
+
+
+def _read_json(path: Path, as_text: Sequence[str]) -> pa.Table:
+    options = pa.json.ReadOptions(block_size=BLOCK)
+    table = pa.json.read_json(path, read_options=options)
+    # Texts that look like dates are taken for dates, unless they are known to be text.
+    dates = [name for name in as_text if name in table.column_names and pa.types.is_temporal(table[name].type)]
+    if not dates:
+        return table
+    schema = pa.schema([(name, pa.string()) for name in dates])
+    parse = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer")
+    return pa.json.read_json(path, read_options=options, parse_options=parse).select(table.column_names)
+
+
+def _check_same(expected: pa.Schema, found: pa.Schema, first: Path, path: Path) -> None:
+    if not found.equals(expected):
+        raise DataError(
+            f"{path.name} and {first.name} are parts of one dataset and have other columns or types: "
+            f"{_described(found)} and {_described(expected)}. Write them with one schema."
+        )
+
+
+def _named(columns: Sequence[str]) -> str:
+    """List columns; those without a name, or with blanks around it, in quotes."""
+    return ", ".join(name if name and name == name.strip() else repr(name) for name in columns)
+
+
+def _described(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name} {field.type}" for field in schema)

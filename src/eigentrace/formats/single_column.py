@@ -1,0 +1,68 @@
+"""One column of a dataset's files, without the rest of them in memory."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
+import pyarrow.parquet as pq
+
+from eigentrace.errors import DataError
+from eigentrace.formats.files import BLOCK, Files
+from eigentrace.formats.quoting import check_closed, parsing
+
+# What a value of a JSON line may be, tried in this order.
+_KINDS = (pa.string(), pa.int64(), pa.float64(), pa.bool_())
+
+
+def single_column(files: Files, name: str, delimiter: str | None = None) -> pa.ChunkedArray | None:
+    """Read one column whole; None where the files have no such column.
+
+    Args:
+        files: What `find_files` found.
+        name: The column. In CSV and TSV files, whose first record names the columns, it is read as text.
+        delimiter: What separates the fields of a CSV; found out by its header if not given.
+    """
+    try:
+        parts = [_column(path, files.format, name, delimiter) for path in files.paths]
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"Column {name!r} of {files.source} cannot be read ({error}).") from None
+    chunks = [chunk for part in parts if part is not None for chunk in part.chunks]
+    if not chunks or any(part is None for part in parts):
+        return None
+    return pa.chunked_array([chunk.cast(chunks[0].type) for chunk in chunks])
+
+
+def _column(path: Path, kind: str, name: str, delimiter: str | None) -> pa.ChunkedArray | None:
+    if kind == "parquet":
+        with pq.ParquetFile(path) as file:
+            return file.read([name]).column(0) if name in file.schema_arrow.names else None
+    if kind == "arrow":
+        with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
+            if name not in stream.schema.names:
+                return None
+            return pa.chunked_array([batch.column(name) for batch in stream], stream.schema.field(name).type)
+    return _of_json(path, name) if kind == "jsonl" else _of_csv(path, kind, name, delimiter)
+
+
+def _of_csv(path: Path, kind: str, name: str, delimiter: str | None) -> pa.ChunkedArray | None:
+    read = pa.csv.ReadOptions(block_size=BLOCK)
+    convert = pa.csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()}, strings_can_be_null=False)
+    try:
+        table = pa.csv.read_csv(path, read, parsing(path, kind, delimiter), convert)
+    except pa.ArrowKeyError:
+        return None
+    if kind == "csv":
+        check_closed(path, delimiter)
+    return table.column(0)
+
+
+def _of_json(path: Path, name: str) -> pa.ChunkedArray | None:
+    for kind in _KINDS:
+        parse = pa.json.ParseOptions(explicit_schema=pa.schema([(name, kind)]), unexpected_field_behavior="ignore")
+        try:
+            found = pa.json.read_json(path, pa.json.ReadOptions(block_size=BLOCK), parse).column(0)
+        except pa.ArrowInvalid:
+            continue
+        return None if found.null_count == len(found) else found
+    return None

@@ -1,0 +1,1 @@
+"""Per-example gradients of a backward pass, layer by layer, without writing them out."""

@@ -1,0 +1,1 @@
+"""Arnoldi and Lanczos iterations, and the eigenpairs that they end with."""

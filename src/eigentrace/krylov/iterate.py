@@ -1,0 +1,308 @@
+"""Orthonormal bases of Krylov subspaces: the paper's Arnoldi iteration, and Lanczos with thick restarts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eigentrace.errors import InputError, NumericalError
+from eigentrace.krylov.vectors import Basis, Vectors
+from eigentrace.progress import track
+
+Matvec = Callable[[Tensor], Tensor]
+
+
+class Ending(Enum):
+    """How an iteration ended. Each value says what it means and what, if anything, to do about it."""
+
+    ALL_STEPS = "ran all its steps"
+    WHOLE_SPACE = "the basis spans all P dimensions: the decomposition is complete"
+    INVARIANT = "the rest of the space has no curvature: every nonzero eigenvalue was found, more steps add nothing"
+
+
+@dataclass(frozen=True)
+class Krylov:
+    """A finished iteration: A·Wᵀ = Wᵀ·T + β·w·eᵀ, W the m × P basis, w one unit vector orthogonal to it."""
+
+    vectors: Vectors
+    size: int  # m
+    projected: Tensor  # T (m, m), float64, as measured: symmetric up to rounding if A is
+    beta: float
+    rounding: Tensor  # (m,) norm of what storing the next vector lost, times its coefficient
+    ending: Ending
+    symmetric: bool
+    num_products: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What an iteration knows beside its vectors: with them, all that it needs to go on."""
+
+    projected: Tensor  # (size + 1, size + 1) float64
+    rounding: Tensor  # (size + 1,) float64
+    generator: Tensor  # state of the numbers that fresh vectors are drawn from
+    size: int  # vectors that have been multiplied
+    count: int  # vectors there are: one more than `size`, unless nothing is left to multiply
+    restarts: int
+    num_products: int
+    beta: float
+    scale: float
+    fresh: bool
+    symmetric: bool
+    ending: Ending | None  # None while it is under way
+
+
+class Memory(Protocol):
+    """Where an iteration leaves its state, so that another process can go on from there."""
+
+    def recall(self, store: Tensor) -> Snapshot | None:  # (capacity, P)
+        """Put the vectors that were kept back into the first rows of `store`; None if there are none."""
+        ...
+
+    def is_finished(self) -> bool:
+        """Tell whether an iteration that has ended was kept."""
+        ...
+
+    def is_due(self) -> bool:
+        """Tell whether it is time to keep the state again; a finished iteration's is kept in any case."""
+        ...
+
+    def keep(self, store: Tensor, snapshot: Snapshot) -> None:  # (capacity, P)
+        """Keep the first `snapshot.count` rows. Those kept before are the same until the next restart."""
+        ...
+
+
+def arnoldi(
+    matvec: Matvec, start: Tensor, steps: int, *, basis: Basis | None = None, memory: Memory | None = None
+) -> Krylov:
+    """Run the paper's Algorithm 1: right for a matvec that changes from step to step, hence no restart.
+
+    Args:
+        matvec: Multiplies the matrix with a vector of P numbers.
+        start: The first vector (P,); any nonzero length.
+        steps: n, the number of products.
+        basis: How vectors are held.
+        memory: Where the state is kept; an iteration it holds already goes on from there.
+    """
+    basis = basis or Basis()
+    if basis.max_vectors is not None:
+        raise InputError(
+            "Arnoldi cannot be restarted when the matrix changes between steps: leave Basis(max_vectors=None), or fit "
+            "on a fixed sample (spread=False)."
+        )
+    return _iterate(matvec, start, steps, basis, symmetric=False, memory=memory)
+
+
+def lanczos(
+    matvec: Matvec, start: Tensor, steps: int, *, basis: Basis | None = None, memory: Memory | None = None
+) -> Krylov:
+    """Build the same subspace for a fixed symmetric matrix, restarting when `basis.max_vectors` are held.
+
+    Reorthogonalisation is full and done twice, so the three-term recurrence is measured, never assumed.
+    """
+    return _iterate(matvec, start, steps, basis or Basis(), symmetric=True, memory=memory)
+
+
+def finished(memory: Memory, like: Tensor, steps: int, *, basis: Basis | None = None) -> Krylov | None:
+    """Return the iteration that a memory holds if it has ended, without a product; `like` is any vector (P,)."""
+    if not memory.is_finished():
+        return None
+    state = _State(like, min(int(steps), like.numel()), basis or Basis(), symmetric=False)
+    return state.result() if state.recall(memory) else None
+
+
+def _iterate(
+    matvec: Matvec, start: Tensor, steps: int, basis: Basis, *, symmetric: bool, memory: Memory | None
+) -> Krylov:
+    steps = int(steps)
+    if steps < 1:
+        raise InputError(f"steps must be at least 1, got {steps}.")
+    if not start.any():
+        raise InputError("The start vector is zero: give one with a nonzero length.")
+    state = _State(start, min(steps, start.numel()), basis, symmetric)
+    if memory is None or not state.recall(memory):
+        state.begin(start)
+    ahead = 0 if state.ending else steps - state.num_products
+    for _ in track(range(ahead), "Krylov iteration", ahead):
+        if symmetric and state.full:
+            state.restart(basis.carried)
+        found_nothing = state.extend(matvec)
+        if found_nothing:
+            state.ending = Ending.INVARIANT
+        elif state.size == start.numel():
+            state.ending = Ending.WHOLE_SPACE
+        elif state.num_products == steps:
+            state.ending = Ending.ALL_STEPS
+        if memory is not None and (state.ending or memory.is_due()):
+            memory.keep(state.vectors.store, state.snapshot())
+        if state.ending:
+            break
+    return state.result()
+
+
+class _State:
+    """The growing decomposition. `size` vectors have been multiplied; vector number `size` waits to be."""
+
+    def __init__(self, like: Tensor, steps: int, basis: Basis, symmetric: bool) -> None:
+        self.capacity = min(basis.max_vectors or steps, steps)
+        self.vectors = Vectors(self.capacity + 1, like, basis)
+        self.projected = torch.zeros(self.capacity + 1, self.capacity + 1, dtype=torch.float64, device="cpu")
+        self.rounding = torch.zeros(self.capacity + 1, dtype=torch.float64, device="cpu")
+        self.size, self.count, self.restarts, self.num_products = 0, 0, 0, 0
+        self.beta, self.scale = 0.0, 0.0
+        self.fresh = True  # whether the waiting vector is a random one rather than a residual
+        # Rounding in one product is a few units in the last place of its largest part.
+        self.breakdown_tol = 10 * torch.finfo(like.dtype).eps
+        self.generator = torch.Generator().manual_seed(0)
+        self.symmetric = symmetric
+        self.ending: Ending | None = None
+
+    def begin(self, start: Tensor) -> None:
+        """Let the start vector wait to be multiplied."""
+        self.vectors.put(0, start / start.norm())
+        self.count = 1
+
+    def snapshot(self) -> Snapshot:
+        """Copy everything that the next steps, or the result, depend on beside the vectors."""
+        held = self.size + 1
+        return Snapshot(
+            projected=self.projected[:held, :held].clone(),
+            rounding=self.rounding[:held].clone(),
+            generator=self.generator.get_state(),
+            size=self.size,
+            count=self.count,
+            restarts=self.restarts,
+            num_products=self.num_products,
+            beta=self.beta,
+            scale=self.scale,
+            fresh=self.fresh,
+            symmetric=self.symmetric,
+            ending=self.ending,
+        )
+
+    def recall(self, memory: Memory) -> bool:
+        """Take over what a memory holds; return whether it held anything."""
+        snapshot = memory.recall(self.vectors.store)
+        if snapshot is None:
+            return False
+        held = snapshot.size + 1
+        self.projected[:held, :held] = snapshot.projected
+        self.rounding[:held] = snapshot.rounding
+        self.generator.set_state(snapshot.generator)
+        self.size, self.count, self.restarts = snapshot.size, snapshot.count, snapshot.restarts
+        self.num_products, self.symmetric, self.ending = snapshot.num_products, snapshot.symmetric, snapshot.ending
+        self.beta, self.scale, self.fresh = snapshot.beta, snapshot.scale, snapshot.fresh
+        return True
+
+    @property
+    def full(self) -> bool:
+        return self.size == self.capacity
+
+    def extend(self, matvec: Matvec) -> bool:
+        """Multiply the waiting vector and store the next; return whether nothing is left to find."""
+        j = self.size
+        w = matvec(self.vectors.get(j))
+        if not w.isfinite().all():
+            raise NumericalError(
+                f"The curvature product of step {j + 1} is not finite. An example drawn for it has a loss or gradient "
+                "that is not: look at the losses of the data (eigentrace.Loss), or use precision='fp32'."
+            )
+        norm = float(w.norm())
+        self.scale = max(self.scale, norm)
+        null = norm <= self.breakdown_tol * self.scale
+        coefficients, w = self._orthogonalise(w, j + 1)
+        self.beta = float(w.norm())
+        self.projected[: j + 1, j] = coefficients
+        self.size = j + 1
+        self.num_products += 1
+        if null and self.fresh:
+            # A random vector has a part in every eigenspace that is left; if it is annihilated, all of them are null.
+            return True
+        if self.size == self.vectors.store.shape[1]:
+            return False
+        self._store_next(w)
+        return False
+
+    def _orthogonalise(self, w: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Remove the basis from w: twice, and again while a pass still takes away half of what is left."""
+        total, before = torch.zeros(count, dtype=torch.float64, device="cpu"), float(w.norm())
+        for done in range(1, 5):
+            dots = self.vectors.dots(count, w)
+            w = w - self.vectors.combine(dots)
+            total += dots.double().cpu()
+            after = float(w.norm())
+            if done >= 2 and after > 0.5 * before:
+                break
+            before = after
+        return total, w
+
+    def _store_next(self, w: Tensor) -> None:
+        j = self.size
+        self.fresh = self.beta <= self.breakdown_tol * self.scale
+        if self.fresh:
+            # An invariant subspace: one start vector sees one copy of a repeated eigenvalue, so go on from elsewhere.
+            self.beta = 0.0
+            w = torch.randn(w.shape, generator=self.generator, dtype=w.dtype, device="cpu").to(w.device)
+            _, w = self._orthogonalise(w / w.norm(), j)
+        lost = self.vectors.put(j, w / w.norm())
+        self.count = j + 1
+        self.rounding[j - 1] = self.beta * lost
+        self.projected[j, j - 1] = self.beta
+
+    def restart(self, keep: int) -> None:
+        """Thick restart: keep the leading Ritz vectors and the residual, forget the rest."""
+        m = self.size
+        theta, S = _eigh(self.projected[:m, :m])
+        order = theta.abs().argsort(descending=True)[:keep]
+        last = self.vectors.get(m)
+        mixed_lost = self.vectors.mix(S[:, order].T)
+        lost = self.vectors.put(keep, last)
+        coupling = self.beta * S[m - 1, order]
+        self.projected.zero_()
+        self.projected[range(keep), range(keep)] = theta[order]
+        self.projected[keep, :keep] = coupling
+        # What storage lost before the restart stays in the kept pairs, in the share each has of it; storing the
+        # mixed vectors loses more, which their eigenvalue multiplies.
+        spread = (self.rounding[: m - 1, None] * S[: m - 1, order]).norm(dim=0)
+        self.rounding.zero_()
+        parts = torch.stack([spread, coupling.abs() * lost, theta[order].abs() * mixed_lost])
+        self.rounding[:keep] = parts.norm(dim=0)
+        self.size, self.count = keep, keep + 1
+        self.restarts += 1
+
+    def result(self) -> Krylov:
+        m, ending = self.size, self.ending or Ending.ALL_STEPS
+        complete = ending in (Ending.WHOLE_SPACE, Ending.INVARIANT)
+        return Krylov(
+            vectors=self.vectors,
+            size=m,
+            projected=self.projected[:m, :m].clone(),
+            beta=0.0 if complete and m == self.vectors.store.shape[1] else self.beta,
+            rounding=self.rounding[:m].clone(),
+            ending=ending,
+            symmetric=self.symmetric,
+            num_products=self.num_products,
+        )
+
+
+def _eigh(T: Tensor) -> tuple[Tensor, Tensor]:
+    """Diagonalise the symmetric part of the projected matrix."""
+    return torch.linalg.eigh((T + T.T) / 2)
+
+
+def ritz(krylov: Krylov) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return Ritz values by falling |θ|, their coordinates as columns, and residual norms (None for Arnoldi).
+
+    The residual of a pair is β·|last coordinate|: a bound on its distance from an eigenvalue. Storing the basis in a
+    smaller type adds an estimate of what rounding did, the errors of the vectors taken as independent and doubled.
+    """
+    theta, S = _eigh(krylov.projected)
+    order = theta.abs().argsort(descending=True)
+    theta, S = theta[order], S[:, order]
+    if not krylov.symmetric:
+        return theta, S, None
+    rounding = (krylov.rounding[:-1, None] * S[:-1]).norm(dim=0)
+    return theta, S, krylov.beta * S[-1].abs() + 2 * rounding

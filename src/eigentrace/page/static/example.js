@@ -1,0 +1,327 @@
+// One example: what it is, how it stands, and who speaks for and against it.
+
+import { answers } from "./answers.js";
+import { described, showContent } from "./content.js";
+import { decisionButtons, describedDecision } from "./decide.js";
+import { empty, failure, field, h, icon, latest, loading, select } from "./dom.js";
+import { count, number, percent, short, title } from "./numbers.js";
+import { source } from "./source.js";
+import { address, hasLabels, labelName, state } from "./state.js";
+
+const NORMALIZE = [
+  ["none", "None"],
+  ["gradient", "Gradient"],
+  ["metric", "Metric"],
+];
+
+/** Columns that have lines of their own among the facts. */
+const SHOWN_APART = ["label", "prediction", "confidence", "self_influence", "loss"];
+
+/** Show the example of an address. */
+export function showExample(main, query, part) {
+  if (part === undefined || part === "") return chooser(main);
+  return new Example(main, query, Number(part));
+}
+
+function chooser(main) {
+  const input = h("input", { type: "number", min: 0, max: state.overview.rows - 1, required: true, name: "row" });
+  const go = (event) => {
+    event.preventDefault();
+    location.hash = `#/example/${Number(input.value)}`;
+  };
+  main.replaceChildren(
+    h("h1", { tabindex: "-1" }, "One example"),
+    empty(
+      "Choose an example",
+      "Open one from the examples, or give its row number.",
+      h(
+        "form",
+        { class: "row-form", onsubmit: go },
+        field(`Row, 0 to ${count(state.overview.rows - 1)}`, input),
+        h("button", { class: "primary" }, "Open"),
+      ),
+      h("a", { class: "button", href: "#/examples" }, "See the examples"),
+    ),
+  );
+  return {};
+}
+
+class Example {
+  constructor(main, query, number) {
+    Object.assign(this, { main, number });
+    this.box = h("div", {});
+    this.place = h("div", { class: "answers-place" });
+    this.stop = new AbortController();
+    this.explaining = latest();
+    this.reading = latest();
+    main.replaceChildren(
+      h(
+        "div",
+        { class: "title-row" },
+        h("h1", { tabindex: "-1" }, Number.isInteger(number) ? `Row ${count(number)}` : "One example"),
+        this.walk(),
+      ),
+      this.box,
+    );
+    this.box.replaceChildren(loading("Loading the example"));
+    this.ondecided = (event) => this.decided(event.detail);
+    document.addEventListener("decided", this.ondecided);
+    this.settings = settingsOf(query);
+    this.start();
+  }
+
+  /** Buttons to the list somebody came from, and to its rows before and after this one. */
+  walk() {
+    const rows = state.list?.rows ?? [];
+    const at = rows.indexOf(this.number);
+    const step = (offset) => (at >= 0 ? rows[at + offset] : undefined);
+    [this.before, this.after] = [step(-1), step(1)];
+    const link = (row, name, mark) =>
+      row === undefined
+        ? null
+        : h(
+            "a",
+            { class: "button quiet", href: `#/example/${row}`, title: name },
+            mark === "back" && icon("back"),
+            name.split(" (")[0],
+            mark === "next" && icon("next"),
+          );
+    return h(
+      "nav",
+      { class: "walk", "aria-label": "Among the examples" },
+      h("a", { class: "button quiet", href: state.list?.address ?? "#/examples" }, "All examples"),
+      link(this.before, "Before (k)", "back"),
+      link(this.after, "Next (j)", "next"),
+    );
+  }
+
+  async start() {
+    const last = state.overview.rows - 1;
+    if (!Number.isInteger(this.number) || this.number < 0 || this.number > last) {
+      this.box.replaceChildren(
+        empty(
+          "There is no such row",
+          `Rows of this run are 0 to ${count(last)}.`,
+          h("a", { class: "button", href: "#/example" }, "Choose another"),
+        ),
+      );
+      return;
+    }
+    try {
+      this.row = await source.example(this.number, this.stop.signal);
+    } catch (error) {
+      if (error.name !== "AbortError") this.box.replaceChildren(failure(error));
+      return;
+    }
+    this.draw();
+    this.explain();
+  }
+
+  draw() {
+    const { row } = this;
+    this.controls = h("div", { class: "controls" });
+    this.drawControls();
+    this.box.replaceChildren(
+      h(
+        "div",
+        { class: "example-grid" },
+        h(
+          "section",
+          { class: "panel subject", "aria-label": described(row), "data-row": row.row, "data-decision": row.decision },
+          showContent(row, "large"),
+          decisionButtons(row, 0, true),
+          row.decision && h("p", { class: `badge ${row.decision}` }, describedDecision(row)),
+          facts(row),
+        ),
+        h(
+          "div",
+          { class: "why" },
+          h("div", { class: "why-head" }, h("h2", {}, "Who is responsible"), this.controls),
+          this.place,
+        ),
+      ),
+    );
+  }
+
+  drawControls() {
+    if (!source.isLive) return; // a report holds the plain scores only
+    const { settings } = this;
+    const set = (changes) => {
+      const next = { ...settings, ...changes };
+      const asked = {
+        normalize: next.normalize === "none" ? null : next.normalize,
+        same_label: next.same_label === "1" ? "1" : null,
+        exclude: next.exclude === "self" ? null : next.exclude,
+        k: next.k === "8" ? null : next.k,
+      };
+      history.replaceState(null, "", address(`example/${this.number}`, asked));
+      this.settings = next;
+      this.drawControls();
+      this.explain();
+    };
+    const held = this.controls.contains(document.activeElement) ? document.activeElement : null;
+    const radios = NORMALIZE.map(([value, name]) =>
+      h(
+        "label",
+        { class: "segment" },
+        h("input", {
+          type: "radio",
+          name: "normalize",
+          value,
+          checked: settings.normalize === value,
+          onchange: () => set({ normalize: value }),
+        }),
+        h("span", {}, name),
+      ),
+    );
+    this.controls.replaceChildren(
+      h("fieldset", { class: "segments" }, h("legend", {}, "Normalise by"), ...radios),
+      hasLabels()
+        ? h(
+            "label",
+            { class: "check" },
+            h("input", {
+              type: "checkbox",
+              name: "same_label",
+              checked: settings.same_label === "1",
+              onchange: (event) => set({ same_label: event.target.checked ? "1" : "0" }),
+            }),
+            h("span", {}, "Same label only"),
+          )
+        : "",
+      field(
+        "Leave out",
+        select(
+          "exclude",
+          [
+            ["self", "Itself"],
+            ["duplicates", "Duplicates"],
+            ["none", "Nothing"],
+          ],
+          settings.exclude,
+          (exclude) => set({ exclude }),
+        ),
+      ),
+      field(
+        "How many",
+        select(
+          "k",
+          ["4", "8", "16", "32"].map((k) => [k, k]),
+          settings.k,
+          (k) => set({ k }),
+        ),
+      ),
+    );
+    if (held)
+      [...this.controls.querySelectorAll(`[name="${held.name}"]`)]
+        .find((one) => one.type !== "radio" || one.checked)
+        ?.focus();
+  }
+
+  async explain(isExact = false) {
+    const isLatest = this.explaining();
+    if (isExact) this.place.replaceChildren(loading("Asking the model"));
+    else if (!this.place.childElementCount) this.place.replaceChildren(loading("Looking through all examples"));
+    this.place.setAttribute("aria-busy", "true");
+    const exactly = state.overview.live && source.isLive ? () => this.explain(true) : null;
+    const asked = { ...this.settings, exact: isExact ? "1" : null };
+    try {
+      const found = await source.explain(this.number, asked, this.stop.signal);
+      if (isLatest()) this.place.replaceChildren(answers(found, exactly));
+    } catch (error) {
+      if (error.name !== "AbortError" && isLatest()) this.place.replaceChildren(failure(error));
+    }
+    if (isLatest()) this.place.removeAttribute("aria-busy");
+  }
+
+  async decided({ rows }) {
+    if (rows && !rows.includes(this.number)) return;
+    const isLatest = this.reading();
+    const found = await source.example(this.number, this.stop.signal).catch(() => null);
+    if (!found || !isLatest()) return;
+    const held = this.box.contains(document.activeElement) ? document.activeElement.dataset.word : null;
+    this.row = found;
+    this.draw();
+    if (held) this.box.querySelector(`[data-word="${held}"]`)?.focus();
+  }
+
+  current() {
+    return this.row ?? null;
+  }
+
+  key(event) {
+    const to = { j: this.after, ArrowRight: this.after, k: this.before, ArrowLeft: this.before }[event.key];
+    if (
+      to === undefined ||
+      (event.key.startsWith("Arrow") && document.activeElement?.matches("a, button, [tabindex='0']"))
+    )
+      return false;
+    location.hash = `#/example/${to}`;
+    return true;
+  }
+
+  leave() {
+    document.removeEventListener("decided", this.ondecided);
+    this.stop.abort();
+  }
+}
+
+function settingsOf(query) {
+  const normalize = query.get("normalize");
+  return {
+    normalize: NORMALIZE.some(([value]) => value === normalize) ? normalize : "none",
+    same_label: query.get("same_label") === "1" ? "1" : "0",
+    exclude: query.get("exclude") ?? "self",
+    k: query.get("k") ?? "8",
+  };
+}
+
+/** What is known about a row, as a list of terms. */
+function facts(row) {
+  const { unit, num_train: size } = state.overview;
+  const nats = unit === "nats" && row.self_influence !== null && size ? row.self_influence / size : null;
+  const rank = row.rank ? `${count(row.rank)} of ${count(state.overview.rows)}` : null;
+  const all = [
+    ["Id", row.id],
+    hasLabels() ? ["Given label", labelName(row.label)] : null,
+    hasLabels() && row.prediction !== null
+      ? [
+          "Prediction",
+          h(
+            "span",
+            { class: row.prediction !== row.label ? "differs" : null },
+            labelName(row.prediction),
+            row.confidence === null ? "" : h("span", { class: "soft" }, `, ${percent(row.confidence)} sure`),
+          ),
+        ]
+      : null,
+    [
+      "Self-influence",
+      h(
+        "span",
+        {},
+        number(row.self_influence),
+        nats === null ? "" : h("span", { class: "soft", title: nats }, ` (${short(nats)} nats)`),
+      ),
+    ],
+    rank ? ["Rank", h("span", { title: `quantile ${row.quantile}` }, rank)] : null,
+    ["Loss", number(row.loss, "nats")],
+    ...state.overview.columns
+      .filter((column) => column.scored && !SHOWN_APART.includes(column.name))
+      .map(({ name, kind }) => {
+        if (row[name] === null || row[name] === undefined) return null;
+        return [title(name), kind === "label" ? labelName(row[name]) : number(row[name])];
+      }),
+    ...Object.entries(row.columns ?? {}).map(([name, value]) => [
+      title(name),
+      typeof value === "number" ? number(value) : String(value ?? "–"),
+    ]),
+  ];
+  return h(
+    "dl",
+    { class: "row-facts" },
+    all
+      .filter((fact) => fact && fact[1] !== null && fact[1] !== undefined)
+      .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
+  );
+}

@@ -1,0 +1,149 @@
+"""A whole pass, forward and backward, traced once per shape of batch and compiled.
+
+The pass is traced as it runs, taps and all, into a graph of plain operations; the products with rows stay calls of
+their own, so that the compiler neither sees nor unrolls how they are chunked.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eigentrace.data.batch import map_tensors, tensors_of
+from eigentrace.errors import EigentraceWarning, UnsupportedError
+from eigentrace.gradients.outer_products import WHOLE, Dense, Factor, OneHot, Outer
+from eigentrace.projection.engine import Job, Projection
+
+Run = Callable[[Job, Any, int], Projection]
+
+# Shapes of batches that are compiled at most; others run as they are. Text comes in many lengths.
+_MOST_SHAPES = 4
+
+
+@dataclass
+class CompiledPass:
+    """Runs an engine's pass, compiled from the second batch of a shape on."""
+
+    run: Run
+    _seen: dict[Any, int] = field(default_factory=dict)
+    _made: dict[Any, Callable | None] = field(default_factory=dict)
+
+    def __call__(self, job: Job, batch: Any, size: int) -> Projection:
+        """Project a batch."""
+        shape = (size, *((t.shape, t.dtype) for t in tensors_of(batch)))
+        self._seen[shape] = self._seen.get(shape, 0) + 1
+        if self._seen[shape] > 1 and shape not in self._made and len(self._made) < _MOST_SHAPES:
+            self._made[shape] = self._compile(job, batch, size)
+        compiled = self._made.get(shape)
+        if compiled is None:
+            return self.run(job, batch, size)
+        features, squares, losses, outputs = compiled(list(job.task.detached().values()), list(tensors_of(batch)))
+        return Projection(
+            features,
+            squares if job.norms else None,
+            losses,
+            outputs=outputs if job.outputs else None,
+            is_whole=True,
+        )
+
+    def _compile(self, job: Job, batch: Any, size: int) -> Callable | None:
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        names = list(job.task.detached())
+
+        def whole(values: list[Tensor], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+            remaining = iter(tensors)
+            task = job.task.with_values(dict(zip(names, values, strict=True)))
+            own = replace(job, task=task, function=getattr(task, job.function.__name__))
+            found = self.run(own, map_tensors(lambda t: next(remaining), batch), size)
+            if found.read:
+                raise UnsupportedError(f"the model reads numbers of its batch ({', '.join(sorted(found.read))})")
+            # What was not asked for is stood for by the losses.
+            squares, outputs = (found.losses if t is None else t for t in (found.square_norms, found.outputs))
+            return found.features, squares, found.losses, outputs
+
+        inputs = (list(job.task.detached().values()), list(tensors_of(batch)))
+        try:
+            # On one thread: a trace sees what its own thread does.
+            with torch.autograd.set_multithreading_enabled(False), _standing_in(_Operations()):
+                graph = make_fx(whole)(*inputs)
+            compiled = torch.compile(graph, dynamic=False)
+            compiled(*inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever ails the compiler, the pass itself still runs
+            warnings.warn(
+                f"The pass over batches of {size} examples could not be compiled and runs as it is: {error}",
+                EigentraceWarning,
+                stacklevel=2,
+            )
+            return None
+        return compiled
+
+
+@contextmanager
+def _standing_in(operations: "_Operations | None") -> Iterator[None]:
+    token = WHOLE.set(operations)
+    try:
+        yield
+    finally:
+        WHOLE.reset(token)
+
+
+class _Operations:
+    """Products of outer forms as operations of the compiler's graph."""
+
+    def __init__(self) -> None:
+        _define()
+
+    def dot(self, form: Outer, rows: Tensor, budget: int) -> Tensor:
+        sides = (*_side(form.left), *_side(form.right))
+        return torch.ops.eigentrace.outer_dot(*sides, form.groups, rows, budget)
+
+    def square_norms(self, form: Outer, budget: int) -> Tensor:
+        sides = (*_side(form.left), *_side(form.right))
+        return torch.ops.eigentrace.outer_square_norms(*sides, form.groups, budget)
+
+
+def _side(factor: Factor) -> tuple[Tensor, int]:
+    """Write a factor as a tensor and, for lookups, how many rows there are to pick from."""
+    if isinstance(factor, OneHot):
+        return factor.index, factor.width
+    return factor.take(0, factor.examples).contiguous(), 0
+
+
+def _form(left: Tensor, left_rows: int, right: Tensor, right_rows: int, groups: int) -> Outer:
+    a, b = (OneHot(t, rows) if rows else Dense(t) for t, rows in ((left, left_rows), (right, right_rows)))
+    return Outer(a, b, len(left), groups)
+
+
+def _define() -> None:
+    """Register the operations, once; not on import, which should change nothing."""
+    if hasattr(torch.ops.eigentrace, "outer_dot"):
+        return
+
+    @torch.library.custom_op("eigentrace::outer_dot", mutates_args=())
+    def outer_dot(
+        left: Tensor, left_rows: int, right: Tensor, right_rows: int, groups: int, rows: Tensor, budget: int
+    ) -> Tensor:
+        with _standing_in(None):
+            return _form(left, left_rows, right, right_rows, groups).dot(rows, budget).contiguous()
+
+    @outer_dot.register_fake
+    def _(left, left_rows, right, right_rows, groups, rows, budget):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        return rows.new_empty(left.shape[0], rows.shape[0], dtype=torch.promote_types(rows.dtype, torch.float32))
+
+    @torch.library.custom_op("eigentrace::outer_square_norms", mutates_args=())
+    def outer_square_norms(
+        left: Tensor, left_rows: int, right: Tensor, right_rows: int, groups: int, budget: int
+    ) -> Tensor:
+        with _standing_in(None):
+            return _form(left, left_rows, right, right_rows, groups).square_norms(budget).contiguous()
+
+    @outer_square_norms.register_fake
+    def _(left, left_rows, right, right_rows, groups, budget):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        return right.new_empty(left.shape[0], dtype=torch.promote_types(right.dtype, torch.float32))

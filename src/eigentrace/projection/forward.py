@@ -1,0 +1,44 @@
+"""Forward mode, the paper's way: one Jacobian-vector product per row, and never a gradient in memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import jvp, vmap
+
+from eigentrace.errors import UnsupportedError
+from eigentrace.projection.engine import Job, Projection
+
+# Tangents that travel through the model together; each carries its own copy of the activations.
+_MOST_ROWS_AT_ONCE = 8
+
+
+def forward(job: Job, batch: Any, size: int) -> Projection:
+    """Project by pushing each row forward through the per-example function."""
+    if job.norms:
+        raise UnsupportedError("Forward mode gives no gradient norms: use a reverse-mode engine.")
+    task, rows, layout = job.task, job.rows, job.task.layout
+    at_once = min(_MOST_ROWS_AT_ONCE, job.vectors_at_once)
+    losses, outputs = job.evaluate(task.params, batch)
+    columns = [
+        _push(job, rows.dense(start, min(start + at_once, rows.count)), batch)
+        for start in range(0, rows.count, at_once)
+    ]
+    features = torch.cat(columns).T if columns else losses.new_zeros(size, 0)
+    return Projection(features.to(layout.dtype), None, losses, outputs=outputs, is_whole=True)
+
+
+def _push(job: Job, tangents: Tensor, batch: Any) -> Tensor:  # (k, P) -> (k, B)
+    task = job.task
+
+    def one(tangent: Tensor) -> Tensor:
+        return jvp(lambda p: job.function(p, batch), (task.params,), (task.layout.unflatten(tangent),))[1]
+
+    if len(tangents) > 1:
+        try:
+            return vmap(one)(tangents)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # an operation without a batching rule: one row at a time
+            pass
+    return torch.stack([one(tangent) for tangent in tangents])

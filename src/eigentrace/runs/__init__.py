@@ -1,0 +1,1 @@
+"""Score a corpus into a run, and ask it: rankings, explanations, groups."""

@@ -1,0 +1,195 @@
+"""Rank the examples of a run by one number each: the highest, ranks, shares."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from eigentrace.errors import EigentraceWarning, InputError
+from eigentrace.settings import check_counts
+
+if TYPE_CHECKING:
+    from eigentrace.store.user_columns import Names
+
+Amount = str | float | int
+
+
+By = str | np.ndarray | Sequence[float]
+
+
+class Table(Protocol):
+    """What decisions are made from: a run, or anything with columns of N values."""
+
+    @property
+    def num_rows(self) -> int:
+        """N, the number of examples."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns there are."""
+
+    @property
+    def ids(self) -> Any:
+        """One id per example, or None."""
+
+    def column(self, name: str) -> np.ndarray:  # (N,)
+        """Return a column in row order."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """One number per example, and the examples in the order of it."""
+
+    values: np.ndarray  # (N,)
+    names: "Names | None" = None
+
+    @cached_property
+    def ids(self) -> np.ndarray | None:  # (N,)
+        """The user's name for each example, if there are any."""
+        return None if self.names is None else self.names.whole()
+
+    @property
+    def rows(self) -> np.ndarray:  # (N,)
+        """The row of each value, counted from 0."""
+        return np.arange(len(self.values))
+
+    def top(self, n: int = 20) -> "Top":
+        """Return the n highest, the highest first; equal ones in row order."""
+        check_counts(1, n=n)
+        n = min(n, len(self.values))
+        order = np.where(np.isnan(self.values), -np.inf, self.values)
+        # Only a few of many are asked for: sort no more than may be among them.
+        bound = np.partition(order, len(order) - n)[len(order) - n]
+        candidates = np.flatnonzero(order >= bound)
+        rows = candidates[np.argsort(-order[candidates], kind="stable")][:n]
+        return Top(rows, self.values[rows], None if self.names is None else self.names.of(rows))
+
+    def quantile(self, q: Any) -> Any:
+        """Return the value below which a share q of the examples lies."""
+        return np.nanquantile(self.values, q)
+
+
+@dataclass(frozen=True)
+class Top:
+    """The first of a ranking."""
+
+    rows: np.ndarray  # (n,)
+    scores: np.ndarray  # (n,)
+    ids: np.ndarray | None  # (n,)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        names = self.rows if self.ids is None else self.ids
+        return "\n".join(f"{score:12.5g}  {name}" for score, name in zip(self.scores, names, strict=True))
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """How much of the data was asked for: a share of it, or a number of rows."""
+
+    name: str
+    written: str
+    share: Fraction | None
+    count: int = 0
+
+    def __str__(self) -> str:
+        return self.written
+
+    @property
+    def drops(self) -> bool:
+        """Tell whether it counts what goes, and not what stays."""
+        return self.name != "keep"
+
+    @staticmethod
+    def of(name: str, value: Any) -> "Amounts":
+        """Read "5%", 0.05, 300 or their strings."""
+        text = str(value).strip()
+        number = text.removesuffix("%").strip()
+        if isinstance(value, bool) or not isinstance(value, str | Real):
+            raise _wrong(name, value)
+        if text == number and (isinstance(value, Integral) or (isinstance(value, str) and number.isdecimal())):
+            if int(number) < 0:
+                raise _wrong(name, value)
+            return Amounts(name, f"{int(number):,} rows", None, int(number))
+        try:
+            # 0.145 means the decimal that was written, and not the binary number next to it.
+            share = Fraction(number) / (100 if text != number else 1)
+        except ValueError:
+            raise _wrong(name, value) from None
+        if not 0 <= share <= 1:
+            raise _wrong(name, value)
+        return Amounts(name, f"{float(share * 100):.12g}%", share)
+
+    def counts(self, sizes: np.ndarray) -> np.ndarray:  # (c,) -> (c,)
+        """Return how many rows it is of groups of the given sizes: shares rounded to the nearest, halves up."""
+        if self.share is None:
+            if self.count > sizes.sum():
+                raise InputError(f"{self.name}={self.count} asks for more than the {sizes.sum():,} rows there are.")
+            return np.array([self.count])
+        return np.array([math.floor(self.share * int(size) + Fraction(1, 2)) for size in sizes], dtype=np.int64)
+
+
+def _wrong(name: str, value: Any) -> InputError:
+    return InputError(
+        f'{name} must be a share such as "5%" or 0.05 (at most 100%), or a whole number of rows, got {value!r}.'
+    )
+
+
+def scores_of(run: Table, by: By) -> tuple[str, np.ndarray]:  # (N,) float64
+    """Return the name and the numbers of a score: a column of the run, or numbers as they are."""
+    if isinstance(by, str):
+        if by not in run.columns:
+            raise InputError(f"The run has no column {by!r}. It has {', '.join(run.columns)}.")
+        name, values = by, as_numbers(run.column(by), by)
+    else:
+        name, values = "score", as_numbers(by, "by")
+    if values.shape != (run.num_rows,):
+        raise InputError(f"Expected one score for each of {run.num_rows:,} rows, got shape {values.shape}.")
+    return name, values
+
+
+def as_numbers(values: Any, name: str) -> np.ndarray:
+    """Return numbers as float64, whatever holds them; None becomes NaN, and text is refused."""
+    if hasattr(values, "detach"):  # a tensor, on any device and of any type
+        values = values.detach().cpu().double().numpy()
+    values = np.asarray(values)
+    is_mixed = values.dtype.kind == "O" and not all(value is None or isinstance(value, Real) for value in values.flat)
+    if is_mixed or values.dtype.kind not in "biufO":
+        raise InputError(f"{name} holds {'text or objects' if is_mixed else values.dtype}, and not numbers alone.")
+    return values.astype(np.float64, copy=False)
+
+
+def whole_numbers(run: Table, name: str) -> np.ndarray | None:  # (N,) int64
+    """Return a column of class numbers, -1 where one is missing; None if the run has no such column."""
+    if name not in run.columns:
+        return None
+    values = np.asarray(run.column(name))
+    if values.dtype.kind in "iu":
+        return values.astype(np.int64, copy=False)
+    return np.nan_to_num(as_numbers(values, name), nan=-1.0).astype(np.int64)
+
+
+def ranks_of(scores: np.ndarray, *, lowest: bool = False) -> np.ndarray:  # (N,) -> (N,) int64
+    """Rank scores from 1, the highest first (or the lowest), equal ones in the order of their rows; 0 for NaN."""
+    order = np.argsort(scores if lowest else -scores, kind="stable")  # NaN last
+    ranks = np.empty(len(scores), dtype=np.int64)
+    ranks[order] = np.arange(1, len(scores) + 1)
+    ranks[np.isnan(scores)] = 0
+    return ranks
+
+
+def tell_unscored(scores: np.ndarray, name: str, outcome: str) -> None:
+    """Warn about scores that are NaN, and say what becomes of their rows."""
+    count = int(np.isnan(scores).sum())
+    if count:
+        warnings.warn(
+            f"{count:,} of {len(scores):,} rows have no {name} (NaN): {outcome}.", EigentraceWarning, stacklevel=3
+        )

@@ -1,0 +1,179 @@
+"""Score a corpus into a run; the same call goes on where an earlier one was stopped."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eigentrace.data import Data, as_data
+from eigentrace.disk.atomic import sweep
+from eigentrace.disk.lock import locked
+from eigentrace.disk.manifest import through_json
+from eigentrace.errors import InputError, MismatchError
+from eigentrace.fits.fitted import Fitted, checked_compute
+from eigentrace.fits.weighted_directions import at_state
+from eigentrace.projection import Job, fitting_batch
+from eigentrace.projection.engine import Compute
+from eigentrace.runs.run import Run
+from eigentrace.settings import check_counts, check_not_negative
+from eigentrace.store.columns import ScoredColumn, named
+from eigentrace.store.folder import Folder
+from eigentrace.store.reader import RunReader
+from eigentrace.store.same_data import check_begun, check_scores, comparing
+from eigentrace.store.shards import gaps
+from eigentrace.store.user_columns import as_columns
+from eigentrace.store.write import Limits, Stored, expected_columns, fill, held_part, weights_of, write_table
+from eigentrace.version import __version__
+
+
+def score(
+    fitted: Fitted,
+    data: Any,
+    out: str | Path,
+    *,
+    shard_rows: int = 250_000,
+    shard_seconds: float = 60.0,
+    features: Stored = "fp32",
+    columns: Any = None,
+    compute: Compute | None = None,
+    how: Mapping[str, Any] | None = None,
+) -> Run:
+    """Score every example into a run on disk; the same call goes on where an earlier one was stopped.
+
+    A row of the run is a row of the data. What it holds per example: the loss, the gradient's norm, self-influence, the
+    given and the predicted class where the task has classes, and the features of the fit.
+
+    Args:
+        fitted: The fit. With `fitted.stored(data)` its whole tail can be asked about later without the model.
+        data: The training examples, in any of the forms `fit` takes.
+        out: The run's directory; new, or of a run begun with the same model, fit and data.
+        shard_rows: A shard of the run ends after so many examples,
+        shard_seconds: or after so much work, whichever comes first. A killed run loses at most one.
+        features: The type features are stored in. In half precision every example has a scale of its own.
+        columns: More to keep per example: a mapping of names to arrays, or a pyarrow Table, such as an annotator or a
+            source to group by.
+        compute: Engine, precision and batch size, which the run then is bound to.
+        how: Anything that JSON can hold, kept in the manifest for whoever continues the run.
+    """
+    check_counts(1, shard_rows=shard_rows)
+    check_not_negative(shard_seconds=shard_seconds)
+    if features not in ("fp32", "fp16"):
+        raise InputError(f"features must be 'fp32' or 'fp16', got {features!r}.")
+    data, compute = as_data(data), checked_compute(compute)
+    if compute.engine == "forward":
+        raise InputError("A run holds gradient norms, which forward mode does not give: use another engine, or 'auto'.")
+    folder = Folder(out)
+    folder.refuse_foreign()
+    with locked(folder.path):
+        sweep(folder.path)
+        sweep(folder.record.folder)
+        held = folder.manifest["compute"] if folder.exists else {}
+        compute, data = _pinned(fitted, data, compute, held)
+        table = as_columns(columns, data.ids, len(data))
+        manifest = _manifest(fitted, data, compute, features, how)
+        if folder.exists:
+            folder.check_same(manifest, table)
+            check_begun(folder, data, fitted.task)
+        limits = Limits(shard_rows, shard_seconds, features, _columns(folder, manifest["columns"]))
+        _keep_fit(folder, fitted, data, compute)
+        if not folder.exists:
+            folder.begin(manifest, weights_of(fitted.terms()), table)
+        for rows in gaps(folder.record.read(), len(data)):
+            fill(folder, fitted, data, rows, compute, limits)
+        if not folder.table_file.exists():
+            write_table(folder)
+    return Run(folder, fitted, comparing(folder, data))
+
+
+def _keep_fit(folder: Folder, fitted: Fitted, data: Data, compute: Compute) -> None:
+    """Save the fit into a new run if it can be saved; stop if the run was begun with another one."""
+    if folder.fit.exists() and not fitted.can.save:
+        raise MismatchError(
+            f"{folder.fit} holds a fit, and the one given ({fitted.method['name']}) is another, which keeps nothing. "
+            f"Score with that one, eigentrace.load({str(folder.fit)!r}, task), or choose another directory."
+        )
+    if folder.fit.exists():
+        fitted.check_saved(folder.fit)
+    elif folder.exists:
+        check_scores(folder, fitted, data, compute)
+    elif fitted.can.save:
+        fitted.save(folder.fit)
+
+
+def _columns(folder: Folder, expected: Sequence[str]) -> tuple[ScoredColumn, ...]:
+    """Return the columns to write: those of a run that has begun, even if they are fewer than a new one would have.
+
+    Args:
+        folder: The run.
+        expected: What a new run with the same fit would have.
+    """
+    if not folder.exists:
+        return named(expected)
+    begun = folder.manifest.get("columns") or [column.name for column in RunReader(folder).scored] or expected
+    lacking = sorted(set(begun) - set(expected))
+    if lacking:
+        raise MismatchError(
+            f"The run at {folder.path} was begun with the columns {', '.join(lacking)}, which scoring would not write "
+            "now: by another version of eigentrace, or a task with other outputs or labels. Continue it with what it "
+            "was begun with, or choose another directory; nothing was changed."
+        )
+    return named(begun)
+
+
+def _pinned(fitted: Fitted, data: Data, compute: Compute, held: Mapping[str, Any]) -> tuple[Compute, Data]:
+    """Settle on a batch size, that of the run if there is one: rounding depends on it."""
+    if not data.can_rebatch:
+        return replace(compute, batch="data"), data
+    if isinstance(compute.batch, str) and held.get("batch"):
+        batch = int(held["batch"])
+    else:
+        batch = _chosen_batch(fitted, data, compute)
+    return replace(compute, batch=batch), data.rebatched(batch)
+
+
+def _chosen_batch(fitted: Fitted, data: Data, compute: Compute) -> int:
+    terms = fitted.terms()
+    if not terms:
+        return len(data.first(len(data)))
+    job = Job.of(terms[0].task, "losses", terms[0].block.rows, norms=True, compute=compute)
+    with at_state(terms[0].task, terms[0].block):
+        return fitting_batch(job, data) or 1
+
+
+def _manifest(
+    fitted: Fitted, data: Data, compute: Compute, features: Stored, how: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    try:
+        how = None if how is None else through_json(how)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"`how` is kept as JSON, which cannot hold it ({error}). Give text, numbers and lists."
+        ) from None
+    terms = fitted.terms()
+    tasks = {id(leaf.task): leaf.task for leaf in fitted.leaves()}.values()
+    pinned = {name: getattr(compute, name) for name in ("engine", "precision", "compile")}
+    manifest = {
+        "kind": "run",
+        "format": 1,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"eigentrace": __version__, "torch": torch.__version__},
+        "model": {"fingerprint": [task.fingerprint() for task in tasks]},
+        "coverage": str(fitted.task.coverage),
+        "method": fitted.record(),
+        "num_train": fitted.num_train,
+        "has_curvature": fitted.has_curvature,
+        "pairs": fitted.can.influence,
+        "data": {"rows": len(data), "fingerprint": data.fingerprint()},
+        "compute": pinned | {"batch": None if isinstance(compute.batch, str) else compute.batch},
+        "features": {
+            "count": sum(term.block.rows.count for term in terms),
+            "type": features,
+            "hold": held_part(terms),
+        },
+        "columns": expected_columns(fitted),
+        "how": how,
+    }
+    return through_json(manifest)

@@ -1,0 +1,159 @@
+"""Is a run what it says it is? Every file looked at, every checksum taken again, and what is bad set aside."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eigentrace.disk.lock import locked
+from eigentrace.errors import EigentraceError, MismatchError
+from eigentrace.numeric.hashing import hash_file
+from eigentrace.store import Folder, Shard
+from eigentrace.store.shards import fault_of, gaps, recovered
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is wrong with a run."""
+
+    path: Path
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.what}. {self.fix}"
+
+
+@dataclass(frozen=True)
+class Health:
+    """What a check found."""
+
+    faults: tuple[Fault, ...]
+    num_rows: int
+    num_missing: int
+    """Rows that are not scored yet, those of damaged shards included."""
+
+    @property
+    def is_good(self) -> bool:
+        """Tell whether nothing is wrong and nothing missing."""
+        return not self.faults and not self.num_missing
+
+    def __str__(self) -> str:
+        missing = f"{self.num_missing:,} of {self.num_rows:,} rows are missing" if self.num_missing else ""
+        whole = f"{self.num_rows:,} rows, all of them whole" if self.is_good else ""
+        return "\n".join([*map(str, self.faults), *filter(None, (missing, whole))])
+
+
+def check(path: str | Path, repair: bool = False) -> Health:
+    """Look at every file of a run.
+
+    Args:
+        path: The run's directory.
+        repair: Set damaged shards aside (in `damaged/`, nothing is deleted) and take lost ones back on record, so that
+            scoring the run again does only what is missing.
+    """
+    folder = Folder(path)
+    rows = int(_manifest(folder)["data"]["rows"])
+    if not repair:
+        shards, faults = _look(folder)
+    else:
+        with locked(folder.path):
+            shards, faults = _look(folder)
+            _repair(folder, shards, faults)
+    missing = sum(len(gap) for gap in gaps(shards, rows))
+    return Health(tuple(faults), rows, missing)
+
+
+def _manifest(folder: Folder) -> dict:
+    if not folder.path.is_dir():
+        raise MismatchError(f"{folder.path} is no directory. Give the path of a run.")
+    return folder.manifest
+
+
+def _look(folder: Folder) -> tuple[tuple[Shard, ...], list[Fault]]:
+    """Return the shards that are whole, and everything that is wrong."""
+    faults: list[Fault] = []
+    try:
+        recorded = folder.record.read()
+    except EigentraceError:
+        recorded = ()
+        what = "is damaged" if folder.record.path.exists() else "is missing"
+        faults.append(Fault(folder.record.path, what, "Repairing makes it again from the shards."))
+    good: list[Shard] = []
+    for shard in recorded:
+        file = folder.record.file(shard)
+        wrong = fault_of(file, shard)
+        if wrong is None:
+            good.append(shard)
+        else:
+            span = f"Repairing scores rows {shard.start:,} to {shard.stop - 1:,} again."
+            faults.append(Fault(file, wrong, span))
+    known = {shard.name for shard in recorded}
+    for file in sorted(folder.record.folder.glob("*.safetensors")):
+        if file.name not in known:
+            found = recovered(file)
+            is_lost = found is not None and found.name == file.name and not _overlaps(found, good)
+            why = "" if is_lost else " and damaged" if found is None else " and holds rows that other shards hold too"
+            fix = "Repairing takes it back." if is_lost else "Repairing sets it aside."
+            faults.append(Fault(file, f"is not on record{why}", fix))
+            good += [found] if found is not None and is_lost else []
+    shards = tuple(sorted(good, key=lambda shard: shard.start))
+    is_complete = not any(gaps(shards, int(folder.manifest["data"]["rows"])))
+    return shards, [*faults, *_lasting(folder), *_table(folder, is_complete)]
+
+
+def _overlaps(shard: Shard, others: list[Shard]) -> bool:
+    return any(shard.start < other.stop and other.start < shard.stop for other in others)
+
+
+def _lasting(folder: Folder) -> Iterator[Fault]:
+    """Compare what was written before the manifest with the checksums in it."""
+    for name, expected in folder.manifest.get("files", {}).items():
+        file = folder.path / name
+        fix = "Restore it from a copy." if file == folder.columns_file else "Restore it, or fit again elsewhere."
+        try:
+            if hash_file(file) != expected:
+                yield Fault(file, "holds other bytes than were written (its checksum differs)", fix)
+        except FileNotFoundError:
+            yield Fault(file, "is missing", fix)
+        except OSError as error:
+            yield Fault(file, f"cannot be read ({error})", fix)
+
+
+def _table(folder: Folder, is_complete: bool) -> Iterator[Fault]:
+    file, fix = folder.table_file, "It is written again by scoring."
+    if not file.exists():
+        if is_complete:
+            yield Fault(file, "is missing", fix)
+        return
+    try:
+        with pq.ParquetFile(file, page_checksum_verification=True) as table:
+            for number in range(table.num_row_groups):
+                table.read_row_group(number)
+    except (pa.ArrowInvalid, OSError) as error:
+        yield Fault(file, f"cannot be read ({error})", fix)
+
+
+def _repair(folder: Folder, good: tuple[Shard, ...], faults: list[Fault]) -> None:
+    kept = {shard.name for shard in good}
+    if folder.record.path.exists() and any(fault.path == folder.record.path for fault in faults):
+        shutil.copy2(folder.record.path, _aside(folder, folder.record.path))
+    if faults:
+        folder.record.write(good)
+    for fault in faults:
+        is_bad_shard = fault.path.parent == folder.record.folder and fault.path.name not in kept
+        if fault.path.exists() and (is_bad_shard or fault.path == folder.table_file):
+            fault.path.rename(_aside(folder, fault.path))
+
+
+def _aside(folder: Folder, file: Path) -> Path:
+    """Return a new path among the damaged files."""
+    aside = folder.damaged
+    aside.mkdir(exist_ok=True)
+    number = 0
+    while (target := aside / f"{file.name}.{number}").exists():
+        number += 1
+    return target

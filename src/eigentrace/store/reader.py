@@ -1,0 +1,284 @@
+"""Read a run: what its manifest says, its columns, its features. Torch is loaded for features only, not for columns."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors import SafetensorError, safe_open
+
+from eigentrace.errors import InputError, StorageError, UnsupportedError
+from eigentrace.fits.cut import Cut, delta_of
+from eigentrace.fits.file_names import EIGENPAIRS
+from eigentrace.store.columns import DIGEST, EXPONENTS, FEATURES, ID, ScoredColumn, named, of_tensors
+from eigentrace.store.folder import Folder
+from eigentrace.store.shards import CHECK_ADVICE, Shard, gaps, names_in, read_column, read_rows, unhalved
+from eigentrace.store.user_columns import Names
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Rows = range | np.ndarray
+
+# Features that are read at a time, and rows of them where they are narrow.
+_CHUNK_BYTES, _CHUNK_ROWS = 2**25, 65_536
+
+
+class RunReader:
+    """A run on disk, as of when it was opened; no model is needed, and nothing is written.
+
+    Args:
+        folder: The run's directory.
+    """
+
+    def __init__(self, folder: Folder | str | Path) -> None:
+        self.folder = folder if isinstance(folder, Folder) else Folder(folder)
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return self.folder.path
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What was scored, with what, and how."""
+        return self.folder.manifest
+
+    @cached_property
+    def request(self) -> dict[str, Any] | None:
+        """What the run was made from, if that is known: the words of a command."""
+        return self.folder.request
+
+    @property
+    def num_rows(self) -> int:
+        """N, the examples of the data, scored or not."""
+        return int(self.manifest["data"]["rows"])
+
+    @property
+    def num_features(self) -> int:
+        """K, numbers stored per example."""
+        return int(self.manifest["features"]["count"])
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Tell whether the method scores pairs of examples, and not single ones alone."""
+        return bool(self.manifest.get("pairs", True))
+
+    @property
+    def holds_everything(self) -> bool:
+        """Tell whether stored features hold all of a score, and not only the part of the kept directions."""
+        return self.manifest["features"]["hold"] == "everything"
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """What is on record as whole."""
+        return self.folder.record.read()
+
+    @cached_property
+    def num_missing(self) -> int:
+        """Examples that are not scored yet."""
+        return sum(len(rows) for rows in gaps(self.shards, self.num_rows))
+
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether every example is scored."""
+        return self.num_missing == 0
+
+    def check_complete(self) -> None:
+        """Stop if examples are missing."""
+        if not self.is_complete:
+            raise InputError(
+                f"The run at {self.path} is not complete: {self.num_missing:,} of {self.num_rows:,} examples are "
+                "missing. Continue it with the call or command that began it."
+            )
+
+    # What is known of every example.
+
+    @cached_property
+    def scored(self) -> tuple[ScoredColumn, ...]:
+        """The columns that scoring wrote."""
+        recorded = self.manifest.get("columns")
+        return of_tensors(self._tensors) if recorded is None else named(recorded)
+
+    @cached_property
+    def _tensors(self) -> tuple[str, ...]:
+        return names_in(self.folder.record.file(self.shards[0])) if self.shards else ()
+
+    @cached_property
+    def user_columns(self) -> tuple[str, ...]:
+        """Names of the columns that the user gave, ids apart."""
+        return tuple(name for name in self._given if name != ID)
+
+    @cached_property
+    def _given(self) -> tuple[str, ...]:
+        return tuple(pq.read_schema(self.folder.columns_file).names) if self.folder.columns_file.exists() else ()
+
+    def user_table(self) -> pa.Table:
+        """Return the columns that the user gave, ids among them, mapped from the disk."""
+        file = self.folder.columns_file
+        if not file.exists():
+            return pa.table({})
+        try:
+            return pq.read_table(file, memory_map=True)
+        except (pa.ArrowException, OSError) as error:
+            raise StorageError(f"{file} cannot be read ({error}). {CHECK_ADVICE}") from None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of all columns there are, those of the user last."""
+        return (*(column.name for column in self.scored), *self.user_columns)
+
+    def column(self, name: str, rows: Rows | None = None, *, partial: bool = False) -> np.ndarray:  # (N,) or (n,)
+        """Return one column, in row order, or that of some rows, in the order asked for.
+
+        Args:
+            name: One of `columns`.
+            rows: A range, or an array of any shape; everything if None.
+            partial: Whether rows may be missing: NaN stands for them, or -1 where the column numbers classes.
+        """
+        column = next((column for column in self.scored if column.name == name), None)
+        if column is None and name not in self.user_columns:
+            raise InputError(f"This run has no column {name!r}. It has: {', '.join(self.columns)}.")
+        if not partial:
+            self.check_complete()
+        if column is None:
+            held = Names(self.folder.columns_file, name)
+            return held.whole() if rows is None else held.of(np.asarray(rows))
+        return column.read(self._read(column.stored_as, rows, column.missing))
+
+    def digests(self, rows: Rows | None = None) -> np.ndarray | None:  # (N,) or (n,) int64
+        """Return a hash of each example's content, by which equal ones are found; None where some have none."""
+        self.check_complete()
+        return self._read(DIGEST, rows) if self.has_digests else None
+
+    @cached_property
+    def has_digests(self) -> bool:
+        """Tell whether all examples that are scored have a hash of their content."""
+        return all(DIGEST in names_in(self.folder.record.file(shard)) for shard in self.shards)
+
+    @cached_property
+    def ids(self) -> Names | None:
+        """The user's names of the examples, if there are any, to be read from the disk."""
+        return Names(self.folder.columns_file, ID) if ID in self._given else None
+
+    def table(self) -> pa.Table:
+        """Return everything but the features, one row per example."""
+        self.check_complete()
+        try:
+            return pq.read_table(self.folder.table_file, page_checksum_verification=True)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise StorageError(
+                f"{self.folder.table_file} cannot be read ({error}). `eigentrace check RUN --repair` sets it aside if "
+                "it is damaged, and the command that scored the run writes it again."
+            ) from None
+
+    def _read(self, tensor: str, rows: Rows | None, missing: float = np.nan) -> np.ndarray:
+        """Read a tensor of all shards, or some rows of it."""
+        wanted: Rows = range(self.num_rows) if rows is None else rows
+        shape = (len(wanted),) if isinstance(wanted, range) else wanted.shape
+        parts = self._stretches(tensor, wanted) if isinstance(wanted, range) else self._picked(tensor, wanted)
+        found: np.ndarray | None = None
+        for place, values in parts:
+            if len(values) == len(wanted) and isinstance(place, slice):
+                return values
+            if found is None:
+                found = np.empty((*shape, *values.shape[1:]), values.dtype)
+                if not self.is_complete:
+                    found.fill(missing)
+            found[place] = values
+        return np.full(shape, missing, np.float32) if found is None else found
+
+    def _stretches(self, tensor: str, rows: range) -> Iterator[tuple[slice, np.ndarray]]:
+        for shard in self.shards:
+            low, high = max(rows.start, shard.start), min(rows.stop, shard.stop)
+            if low < high:
+                file = self.folder.record.file(shard)
+                part = read_column(file, tensor, low - shard.start, high - shard.start)
+                if len(part) != high - low:
+                    raise StorageError(f"{file} holds fewer rows than its record says. {CHECK_ADVICE}")
+                yield slice(low - rows.start, high - rows.start), part
+
+    def _picked(self, tensor: str, rows: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
+        self._check_rows(rows)
+        home = np.searchsorted([shard.start for shard in self.shards], rows, side="right") - 1
+        for number in np.unique(home).tolist():
+            shard, here = self.shards[number], np.nonzero(home == number)
+            yield here, read_rows(self.folder.record.file(shard), tensor, rows[here] - shard.start)
+
+    def _check_rows(self, rows: np.ndarray) -> None:
+        outside = rows[(rows < 0) | (rows >= self.num_rows)]
+        if outside.size:
+            raise InputError(f"Row {outside.flat[0]} is not in this run, which has rows 0 to {self.num_rows - 1}.")
+
+    # Features.
+
+    @property
+    def weights(self) -> "Tensor":  # (K,)
+        """One weight per feature: Σ weight φ(x) φ(z) is the score of two examples."""
+        return self.folder.weights
+
+    def feature_chunks(self, rows_at_once: int | None = None) -> "Iterator[tuple[int, Tensor]]":
+        """Yield (first row, features (n, K)) in row order, holding one chunk at a time.
+
+        Args:
+            rows_at_once: Rows of a chunk at most; as many as make 32 MiB if None.
+        """
+        import torch
+
+        self._check_features()
+        fitting = max(1, _CHUNK_BYTES // (4 * self.num_features))
+        step = rows_at_once or min(_CHUNK_ROWS, 2 ** (fitting.bit_length() - 1))
+        for shard in self.shards:
+            start = shard.start
+            while start < shard.stop:
+                # Cut at multiples of the step, as the search cuts them: joining pieces would copy every feature.
+                stop = min((start // step + 1) * step, shard.stop)
+                yield start, torch.from_numpy(self._unscaled(range(start, stop)))
+                start = stop
+
+    def features_of(self, rows: np.ndarray) -> "Tensor":  # (n, K)
+        """Read the features of some rows, in the order asked for."""
+        import torch
+
+        self._check_features()
+        if not np.size(rows):
+            return torch.empty(*np.shape(rows), self.num_features, dtype=torch.float32)
+        return torch.from_numpy(self._unscaled(np.asarray(rows))).float()
+
+    def _check_features(self) -> None:
+        self.check_complete()
+        if not self.num_features:
+            raise UnsupportedError(f"{self.manifest['method']['name']} stores no features: ask with the model at hand.")
+
+    def _unscaled(self, rows: Rows) -> np.ndarray:  # (n, K)
+        found = self._read(FEATURES, rows)
+        return unhalved(found, self._read(EXPONENTS, rows)) if EXPONENTS in self._tensors else found
+
+    # What is known of the fit.
+
+    @cached_property
+    def eigenvalues(self) -> np.ndarray:  # (M,)
+        """Those of the curvature, the largest in size first; none where the method has none."""
+        path = self.folder.fit / EIGENPAIRS
+        if not path.exists():
+            return np.empty(0)
+        try:
+            with safe_open(path, "np") as file:
+                found = np.asarray(file.get_tensor("eigenvalues"), dtype=np.float64)
+        except SafetensorError as error:
+            raise InputError(f"{path} cannot be read ({error}). `eigentrace check` says what is damaged.") from None
+        return found[np.argsort(-np.abs(found), kind="stable")]
+
+    @property
+    def delta(self) -> float | None:
+        """δ, the curvature of all directions that were not kept; None without a tail."""
+        cut = self.manifest["method"].get("cut")
+        return delta_of(Cut(**cut), np.abs(self.eigenvalues).tolist()) if cut and len(self.eigenvalues) else None
+
+    @property
+    def reliability(self) -> float | None:
+        """The agreement in rank of self-influence between fits on halves of the sample, if it was measured."""
+        return (self.manifest["method"].get("agreement") or {}).get("self_influence")

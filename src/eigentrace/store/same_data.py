@@ -1,0 +1,180 @@
+"""Is the data still what was scored? What a run holds of its examples, beside the examples at hand."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from eigentrace.data import Data
+from eigentrace.data.row_numbers import spread
+from eigentrace.errors import MismatchError
+from eigentrace.fits.fitted import Fitted
+from eigentrace.projection.engine import Compute
+from eigentrace.store import Folder
+from eigentrace.store.columns import DIGEST, ID
+from eigentrace.store.shards import gaps, names_in, read_column, read_rows
+from eigentrace.store.user_columns import as_columns, first_difference
+from eigentrace.task.identity import another_loss
+from eigentrace.task.task import Task
+
+# Rows that are read to be compared when a run that has begun is scored again.
+_COMPARED = 1024
+# Examples whose loss is evaluated to see whether a task is the one that scored them.
+_EVALUATED = 8
+# How far rounding may move scores of the same fit, of the largest of those compared.
+_SAME_SCORE, _SAME_SCORE_BF16 = 1e-3, 0.05
+
+
+def difference(folder: Folder, data: Data, task: Task | None) -> str | None:
+    """Say where ids, or labels that are at hand without reading examples, differ from the run's; None if nowhere."""
+    held = stored_ids(folder)
+    if data.ids is not None and held is not None:
+        found = id_difference(held, data.ids)
+        if found is not None:
+            return found
+    labels = labels_at_hand(data, task)
+    return None if labels is None else label_difference(folder, labels)
+
+
+def stored_ids(folder: Folder) -> pa.ChunkedArray | None:
+    """Read the ids of a run, if it has any."""
+    if not folder.columns_file.exists() or ID not in pq.read_schema(folder.columns_file).names:
+        return None
+    return pq.read_table(folder.columns_file, columns=[ID]).column(0)
+
+
+def id_difference(held: pa.ChunkedArray, ids: Any) -> str | None:
+    """Say at which row ids are first others than those of a run."""
+    table: Any = as_columns(None, ids, len(ids))
+    row = first_difference(held, table.column(0))
+    if row is None:
+        return None
+    return f"row {row} is {held[row].as_py()!r} in the run and {table.column(0)[row].as_py()!r} in the data"
+
+
+def label_difference(folder: Folder, labels: np.ndarray) -> str | None:  # (N,)
+    """Say at which row, of those that are scored, labels are first others than those of a run."""
+    for shard in folder.record.read():
+        file = folder.record.file(shard)
+        if "label" not in names_in(file):
+            return None
+        held, here = read_column(file, "label"), labels[shard.start : shard.stop]
+        differs = held[: len(here)] != here
+        if differs.any():
+            at = int(differs.argmax())
+            return f"row {shard.start + at} has the label {held[at]} in the run and {here[at]} in the data"
+    return None
+
+
+def labels_at_hand(data: Data, task: Task | None) -> np.ndarray | None:  # (N,)
+    """Return the label of every example where that takes no reading of examples."""
+    held = data.held() if task is not None and task.has_labels else None
+    if held is None or task is None:
+        return None
+    labels = torch.cat([task.labels(batch).detach().long().cpu() for batch in held]).numpy()
+    return labels if labels.shape == (len(data),) else None
+
+
+def check_begun(folder: Folder, data: Data, task: Task) -> None:
+    """Stop if a run that is to go on holds rows that the data at hand does not give, as far as that is quickly seen.
+
+    Ids and labels are compared as in `difference`; of other data, up to 1,024 of the rows that are scored are read.
+    """
+    found = difference(folder, data, task)
+    if found is None and data.is_seekable:
+        found = _sample_difference(folder, data)
+    if found is not None:
+        raise MismatchError(
+            f"The run at {folder.path} was begun with other examples: {found}. Continue it with what it was begun "
+            "with, or choose another directory; nothing was changed."
+        )
+
+
+def _sample_difference(folder: Folder, data: Data) -> str | None:
+    wanted = spread(len(data), _COMPARED)
+    rows, known = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
+    for shard in folder.record.read():
+        here = wanted[(wanted >= shard.start) & (wanted < shard.stop)]
+        file = folder.record.file(shard)
+        if len(here) and DIGEST in names_in(file):
+            rows.append(here)
+            known.append(read_rows(file, DIGEST, here - shard.start).view(np.uint64))
+    expected, start = np.concatenate(known), 0
+    for batch in data.batches(np.concatenate(rows), digests=True) if len(expected) else ():
+        if batch.digests is None:
+            return None
+        differs = batch.digests != expected[start : start + len(batch)]
+        if differs.any():
+            return f"row {batch.rows[differs.argmax()]} holds something else than was scored"
+        start += len(batch)
+    return None
+
+
+def check_loss(folder: Folder, fitted: Fitted, data: Data) -> None:
+    """Stop if the task gives the first examples another loss than the run holds of them.
+
+    Examples that were changed since are passed over here: they are told of when they are read.
+    """
+    shard = next(iter(folder.record.read()), None)
+    if shard is None or shard.start > 0 or "loss" not in names_in(folder.record.file(shard)):
+        return
+    file, task = folder.record.file(shard), fitted.task
+    reading = data.batches(range(min(_EVALUATED, shard.stop)), digests=True)
+    batch = next(reading)
+    reading.close()  # type: ignore[attr-defined]
+    with task.session():
+        here = task.losses(task.params, task.place(batch.values)).double().cpu()
+    held = torch.from_numpy(read_rows(file, "loss", batch.rows)).double()
+    if batch.digests is not None and DIGEST in names_in(file):
+        held[torch.from_numpy(batch.digests != read_rows(file, DIGEST, batch.rows).view(np.uint64))] = torch.nan
+    at = another_loss(held, here)
+    if at is not None:
+        raise MismatchError(
+            f"The task has another loss than the run at {folder.path}: that of row {batch.rows[at]} is {held[at]:.4g} "
+            f"in the run and {here[at]:.4g} by the task. Give the task as it was scored."
+        )
+
+
+def check_scores(folder: Folder, fitted: Fitted, data: Data, compute: Compute) -> None:
+    """Stop if a fit that is not saved gives the first examples of a run other scores than the run holds of them.
+
+    Settings do not tell such fits apart: functions and checkpoints are known by their types, the data not at all.
+    """
+    shard = next(iter(folder.record.read()), None)
+    if shard is None or not data.is_seekable:
+        return
+    rows = range(shard.start, min(shard.start + _EVALUATED, shard.stop))
+    held = torch.from_numpy(read_column(folder.record.file(shard), "self_influence", 0, len(rows))).double()
+    here = fitted.scores_of_rows(data, rows, compute).double().cpu()
+    tol = _SAME_SCORE_BF16 if compute.precision == "bf16" else _SAME_SCORE
+    gaps = (here - held).abs().nan_to_num()
+    if float(gaps.max()) > tol * max(float(held.nan_to_num().abs().max()), torch.finfo(torch.float32).tiny):
+        at = int(gaps.argmax())
+        raise MismatchError(
+            f"The run at {folder.path} was begun with another fit: the score of row {rows[at]} is {held[at]:.6g} in "
+            f"the run and {here[at]:.6g} by the fit. Continue it with the fit it was begun with, or choose another "
+            "directory; nothing was changed."
+        )
+
+
+def comparing(folder: Folder, data: Data) -> Data:
+    """Return the data so that every example that is read is compared with the digest the run has of it."""
+
+    @cache
+    def known() -> np.ndarray | None:
+        shards = folder.record.read()
+        files = [folder.record.file(shard) for shard in shards]
+        if any(gaps(shards, len(data))) or not all(DIGEST in names_in(file) for file in files):
+            return None
+        return np.concatenate([read_column(file, DIGEST) for file in files]).view(np.uint64)
+
+    def refusal(row: int) -> MismatchError:
+        return MismatchError(
+            f"Row {row} of the data is not what the run at {folder.path} scored: its inputs or its label were changed "
+            "since. Give the data as it was scored, or score what it is now into another directory."
+        )
+
+    return data.compared(known, refusal)

@@ -1,0 +1,151 @@
+"""Columns that users give with their data: put into one table, compared with those of a run, read item by item."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from eigentrace.errors import InputError
+from eigentrace.store.columns import ID, TAKEN
+
+
+def as_columns(columns: Any, ids: Sequence[Any] | None, rows: int) -> pa.Table | None:
+    """Make one table of ids and other columns, and check that it has a row for every example."""
+    if columns is None and ids is None:
+        return None
+    table = columns if isinstance(columns, pa.Table) else _table({} if columns is None else columns)
+    twice = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
+    if twice:
+        raise InputError(f"Two columns are called {twice[0]!r}: give every column a name of its own.")
+    if ids is not None and ID in table.column_names:
+        raise InputError(f"The data has ids, and the columns hold {ID!r} too: give one of them.")
+    named = {} if ids is None else {ID: _array(ids, ID)}
+    wrong = [name for name, values in (named | _by_name(table)).items() if len(values) != rows]
+    if wrong:
+        size = len((named | _by_name(table))[wrong[0]])
+        raise InputError(f"Column {wrong[0]!r} has {size} rows for {rows} examples: give one row per example.")
+    table = pa.table(named | _by_name(table))
+    taken = sorted(set(TAKEN) & set(table.column_names))
+    if taken:
+        raise InputError(f"A run has columns of its own called {', '.join(taken)}: give yours other names.")
+    return table
+
+
+def _by_name(table: pa.Table) -> dict[str, Any]:
+    return {name: table.column(name) for name in table.column_names}
+
+
+def _table(columns: Any) -> pa.Table:
+    if not isinstance(columns, Mapping):
+        raise InputError(
+            f"columns must be a mapping of names to arrays, or a pyarrow Table, got {type(columns).__name__}."
+        )
+    arrays = {str(name): _array(values, name) for name, values in columns.items()}
+    sizes = {name: len(values) for name, values in arrays.items()}
+    if len(set(sizes.values())) > 1:
+        raise InputError(f"The columns have different numbers of rows ({sizes}): give one row per example.")
+    return pa.table(arrays)
+
+
+def _array(values: Any, name: Any) -> Any:
+    if isinstance(values, pa.Array | pa.ChunkedArray):
+        return values
+    try:
+        return pa.array(values if isinstance(values, list) else np.asarray(values))
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, ValueError) as error:
+        raise InputError(f"Column {name!r} cannot be stored: {error}. Give numbers or strings.") from None
+
+
+def same_columns(held: pa.Table, asked: pa.Table) -> bool:
+    """Tell whether columns are those that were stored, be it in the nearest type that Parquet has."""
+    if held.column_names != asked.column_names or held.num_rows != asked.num_rows:
+        return False
+    return all(_same(held.column(name), asked.column(name)) for name in held.column_names)
+
+
+def _same(held: pa.ChunkedArray, asked: pa.ChunkedArray) -> bool:
+    try:
+        held, asked = (_decoded(values) for values in (held, asked))
+        asked = asked if asked.type == held.type else asked.cast(held.type)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+        return False
+    if not pa.types.is_floating(held.type) or pa.types.is_float16(held.type):
+        return held.equals(asked)
+    # A NaN equals none, not even itself.
+    gone = [pc.is_nan(values) for values in (held, asked)]
+    return gone[0].equals(gone[1]) and all_but_nan(held).equals(all_but_nan(asked))
+
+
+def first_difference(held: pa.ChunkedArray, asked: pa.ChunkedArray) -> int | None:
+    """Return the first row in which two columns of the same length differ, whatever types they are stored in."""
+    held, asked = (_decoded(values) for values in (held, asked))
+    try:
+        asked = asked if asked.type == held.type else asked.cast(held.type)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+        held, asked = (values.cast(pa.large_string()) for values in (held, asked))
+    differs = pc.fill_null(pc.not_equal(held, asked), True)
+    both_null = pc.and_(pc.is_null(held), pc.is_null(asked))
+    row = pc.index(pc.and_(differs, pc.invert(both_null)), True).as_py()
+    return None if row < 0 else row
+
+
+def all_but_nan(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Put nothing where a NaN is."""
+    return pc.if_else(pc.is_nan(values), None, values)
+
+
+def _decoded(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    return values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
+
+
+# Groups of rows that are read together.
+_GROUPS_AT_ONCE = 64
+
+
+class Names:
+    """One column of a Parquet file, of which single items are read without the rest."""
+
+    def __init__(self, path: Path, column: str) -> None:
+        self.path, self.column = path, column
+
+    def whole(self) -> np.ndarray:  # (N,)
+        """Read all items."""
+        return pq.read_table(self.path, columns=[self.column]).column(0).to_numpy()
+
+    def of(self, rows: np.ndarray) -> np.ndarray:  # (...) -> (...)
+        """Read the items of some rows, in any order and shape; None stands for that of row -1."""
+        flat = rows.reshape(-1)
+        wanted = np.unique(flat[flat >= 0])
+        group = np.searchsorted(self._ends, wanted, side="right")
+        parts = [pa.array([], self._file.schema_arrow.field(self.column).type).to_numpy(zero_copy_only=False)]
+        groups = np.unique(group)
+        for some in np.split(groups, range(_GROUPS_AT_ONCE, len(groups), _GROUPS_AT_ONCE)) if len(groups) else ():
+            read = self._file.read_row_groups(some.tolist(), columns=[self.column]).column(0)
+            here = wanted[np.isin(group, some)]
+            ends = np.cumsum(self._sizes[some])
+            at = np.searchsorted(some, np.searchsorted(self._ends, here, side="right"))
+            parts.append(read.take(pa.array(here - self._ends[some][at] + ends[at])).to_numpy())
+        found = np.concatenate(parts[1:] or parts)
+        if len(wanted) and not (flat < 0).any():
+            return found[np.searchsorted(wanted, flat)].reshape(rows.shape)
+        result = np.full(flat.shape, None, dtype=object)
+        result[flat >= 0] = found[np.searchsorted(wanted, flat[flat >= 0])]
+        return result.reshape(rows.shape)
+
+    @cached_property
+    def _file(self) -> pq.ParquetFile:
+        return pq.ParquetFile(self.path)
+
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        metadata = self._file.metadata
+        return np.array([metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)], np.int64)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self._sizes)

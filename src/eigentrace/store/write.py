@@ -1,0 +1,298 @@
+"""Write a run: what a fit says about every batch, into shards from where an earlier call stopped, and the table."""
+
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from eigentrace.data import Batch, Data
+from eigentrace.disk.atomic import replacing
+from eigentrace.errors import NumericalError, TaskError
+from eigentrace.fits.fitted import Fitted
+from eigentrace.fits.weighted_directions import Term, What, at_state
+from eigentrace.projection import Job, Projection, project
+from eigentrace.projection.engine import Compute
+from eigentrace.store.columns import DIGEST, EXPONENTS, FEATURES, ROW, ScoredColumn
+from eigentrace.store.folder import Folder
+from eigentrace.store.reader import RunReader
+from eigentrace.store.shards import halved
+from eigentrace.task.checks import check_loss_fingerprint, check_losses
+from eigentrace.task.task import Task
+
+Stored = Literal["fp32", "fp16"]
+
+# Rows that a fit without weighted directions scores at a time: at first, at most, and by how much they grow.
+_FIRST_STRETCH, _STRETCH, _GROWTH = 64, 4096, 4
+
+
+def expected_columns(fitted: Fitted) -> list[str]:
+    """Name the columns that scoring with a fit writes."""
+    names = ["loss", *(["gradient_norm"] if fitted.terms() else []), "self_influence"]
+    return [*names, "label", "prediction", "confidence"] if fitted.task.has_labels else names
+
+
+def held_part(terms: tuple[Term, ...]) -> str:
+    """Say how much of a score the stored features hold."""
+    if not any(term.block.rows.count for term in terms):
+        return "nothing"
+    return "everything" if all(term.block.identity == 0 for term in terms) else "kept directions"
+
+
+def weights_of(terms: tuple[Term, ...]) -> Tensor:  # (K,)
+    """Weigh features for scores of their own: what the identity adds along kept directions is part of theirs."""
+    weights = [(term.block.weights + term.block.identity) * term.share for term in terms]
+    return torch.cat(weights) if weights else torch.zeros(0, dtype=torch.float64, device="cpu")
+
+
+def scored(fitted: Fitted, data: Data, compute: Compute, rows: range, limits: "Limits") -> Generator[dict[str, Tensor]]:
+    """Yield, batch by batch and on the CPU, what is known of the examples: features, norms, scores, classes."""
+    terms = fitted.terms()
+    if terms:
+        return _by_terms(terms, data, compute, rows, "losses")
+    return _by_scores(fitted, data, compute, rows, limits)
+
+
+def measured(fitted: Fitted, queries: Data, compute: Compute) -> dict[str, Tensor]:
+    """Say the same of queries, all at once, by what queries are measured by; scores only where directions give them."""
+    terms, rows = fitted.terms(), range(len(queries))
+    found = _by_terms(terms, queries, compute, rows, "measurements") if terms else _asked_about(fitted, queries)
+    parts = list(found)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _by_terms(
+    terms: tuple[Term, ...], data: Data, compute: Compute, rows: range, what: What
+) -> Generator[dict[str, Tensor]]:
+    """Score by one pass for each term, side by side."""
+    for term in terms:
+        check_loss_fingerprint(term.task, data)
+    with ExitStack() as stack:
+        here = [stack.enter_context(at_state(term.task, term.block)) for term in terms]
+        passes = [
+            project(_job(task, term, what, compute, number == 0), data, "Scoring", rows, digests=number == 0)
+            for number, (task, term) in enumerate(zip(here, terms, strict=True))
+        ]
+        for found in zip(*passes, strict=True):
+            batch = found[0][0]
+            projections = [projection for _, projection in found]
+            yield _projected(terms, batch, projections) | _described(terms[0], batch, projections[0].outputs, compute)
+
+
+def _job(task: Task, term: Term, what: What, compute: Compute, is_first: bool) -> Job:
+    """Make the job of a term; the first one's pass gives the outputs too, if it is taken at the model's own weights."""
+    outputs = is_first and task.has_labels and term.block.state is None
+    return Job.of(task, what, term.block.rows, norms=True, compute=compute, outputs=outputs)
+
+
+def _projected(terms: tuple[Term, ...], batch: Batch, found: list[Projection]) -> dict[str, Tensor]:
+    settled = [term.block.settled(projection.features) for term, projection in zip(terms, found, strict=True)]
+    own = [
+        term.block.own_scores(phi, projection.squares()) * term.share
+        for term, phi, projection in zip(terms, settled, found, strict=True)
+    ]
+    kept = {
+        "loss": found[0].losses,
+        "square_norm": found[0].squares(),
+        "self_influence": torch.stack(own).sum(dim=0),
+        FEATURES: torch.cat(settled, dim=1),
+    }
+    return {name: tensor.cpu() for name, tensor in kept.items() if tensor.numel()} | _digest(batch)
+
+
+def _digest(batch: Batch) -> dict[str, Tensor]:
+    return {} if batch.digests is None else {DIGEST: torch.from_numpy(batch.digests.view(np.int64).copy())}
+
+
+def _described(term: Term, batch: Batch, outputs: Tensor | None, compute: Compute) -> dict[str, Tensor]:
+    """Say what the model itself makes of the examples: classes, and the loss where features are taken elsewhere."""
+    task = _in_precision(term.task, compute)
+    if not task.has_labels and term.block.state is None:
+        return {}
+    values = task.place(batch.values)
+    found: dict[str, Tensor] = {}
+    if term.block.state is not None or (outputs is None and task.has_labels):
+        losses, outputs = _losses_and_outputs(task, values)
+        found |= {"loss": losses} if term.block.state is not None else {}
+    found |= _classes(task, values, outputs) if task.has_labels else {}
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+def _in_precision(task: Task, compute: Compute) -> Task:
+    """Return the task as the passes of a run evaluate it: everything in a run is of one precision."""
+    return task.in_bf16() if compute.precision == "bf16" else task
+
+
+def _losses_and_outputs(task: Task, values: Any) -> tuple[Tensor, Any]:
+    if task.has_outputs:
+        return task.losses_and_outputs(task.params, values)
+    return task.losses(task.params, values), None
+
+
+def _by_scores(
+    fitted: Fitted, data: Data, compute: Compute, rows: range, limits: "Limits"
+) -> Generator[dict[str, Tensor]]:
+    """Score by what the fit itself says of a stretch of rows, with the loss and the classes beside it.
+
+    Of a stretch all is lost if it is interrupted: it is short at first, and grows to what a shard may take.
+    """
+    start, size = rows.start, _FIRST_STRETCH if data.is_seekable else max(1, len(rows))
+    while start < rows.stop:
+        began = time.monotonic()
+        stretch = range(start, min(start + min(size, limits.rows) if data.is_seekable else rows.stop, rows.stop))
+        yield from _stretch_of(fitted, data, compute, stretch)
+        start = stretch.stop
+        if 2 * _GROWTH * (time.monotonic() - began) < limits.seconds:
+            size = min(size * _GROWTH, _STRETCH)
+
+
+def _stretch_of(fitted: Fitted, data: Data, compute: Compute, stretch: range) -> Generator[dict[str, Tensor]]:
+    task = _in_precision(fitted.task, compute)
+    scores = fitted.scores_of_rows(data, stretch, compute)
+    with task.session():
+        for batch in data.batches(stretch, digests=True):
+            values = task.place(batch.values)
+            losses, outputs = _losses_and_outputs(task, values)
+            check_losses(losses, batch.rows, task=task, batch=values)
+            found = {"loss": losses, "self_influence": scores[batch.rows - stretch.start]}
+            found |= _classes(task, values, outputs) if task.has_labels else {}
+            yield {name: tensor.detach().cpu() for name, tensor in found.items()} | _digest(batch)
+
+
+def _asked_about(fitted: Fitted, queries: Data) -> Generator[dict[str, Tensor]]:
+    """Say of queries what is known without scores: what they measure, and their classes."""
+    task = fitted.task
+    with task.session():
+        for batch in queries.batches(digests=True):
+            values = task.place(batch.values)
+            found = {"loss": task.measurements(task.params, values)}
+            check_losses(found["loss"], batch.rows, "measurement", task=task, batch=values)
+            found |= _classes(task, values, task.outputs(task.params, values)) if task.has_labels else {}
+            yield {name: tensor.detach().cpu() for name, tensor in found.items()} | _digest(batch)
+
+
+def _classes(task: Task, values: Any, outputs: Any) -> dict[str, Tensor]:
+    labels = task.labels(values).long()
+    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(labels) or outputs.shape[1] < 2:
+        raise TaskError(
+            f"A task with `labels` must have one output per class, shape ({len(labels)}, classes) for this batch, got "
+            f"{shape}. Leave `labels` out, or give two outputs for two classes."
+        )
+    confidence, prediction = outputs.float().softmax(dim=1).max(dim=1)
+    return {"label": labels, "prediction": prediction, "confidence": confidence}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a shard ends, what is written to it, and in which type features are."""
+
+    rows: int
+    seconds: float
+    features: Stored
+    columns: tuple[ScoredColumn, ...]
+
+
+@dataclass
+class _Open:
+    """A shard that is being filled."""
+
+    start: int
+    began: float = field(default_factory=time.monotonic)
+    parts: list[dict[str, Tensor]] = field(default_factory=list)
+    rows: int = 0
+
+    def add(self, part: dict[str, Tensor]) -> None:
+        self.parts.append(part)
+        self.rows += len(next(iter(part.values())))
+
+    def is_full(self, limits: Limits) -> bool:
+        return self.rows >= limits.rows or time.monotonic() - self.began >= limits.seconds
+
+    def close(self, folder: Folder) -> None:
+        # Digests end with the first example that has none.
+        names = [name for name in self.parts[0] if all(name in part for part in self.parts)]
+        folder.record.add(self.start, {name: torch.cat([part[name] for part in self.parts]) for name in names})
+
+
+def fill(folder: Folder, fitted: Fitted, data: Data, rows: range, compute: Compute, limits: Limits) -> None:
+    """Score a stretch of rows that no shard holds; whatever ends it, what was scored is kept."""
+    shard = _Open(rows.start)
+    try:
+        with closing(scored(fitted, data, compute, rows, limits)) as parts:
+            for part in parts:
+                shard.add(_stored(part, shard.start + shard.rows, limits))
+                if shard.is_full(limits):
+                    full, shard = shard, _Open(shard.start + shard.rows)
+                    full.close(folder)
+    finally:
+        if shard.rows:
+            shard.close(folder)
+
+
+def _stored(part: dict[str, Tensor], first: int, limits: Limits) -> dict[str, Tensor]:
+    """Keep the columns of the run, and give features the type they are stored in, which must be able to hold them."""
+    kept = {column.stored_as: part[column.stored_as] for column in limits.columns}
+    # Readers know no bfloat16.
+    kept = {name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in kept.items()}
+    kept |= {DIGEST: part[DIGEST]} if DIGEST in part else {}
+    if FEATURES not in part:
+        return kept
+    single = part[FEATURES].float()
+    bad = (~single.isfinite()).any(dim=1).nonzero().flatten()
+    if len(bad):
+        raise NumericalError(
+            f"The features of row {first + int(bad[0])} are too large for float32, in which they are read back. Look "
+            "at that example, or fit on a loss or inputs of smaller size."
+        )
+    if limits.features == "fp32":
+        return kept | {FEATURES: single}
+    features, exponents = halved(single)
+    return kept | {FEATURES: features, EXPONENTS: exponents}
+
+
+# Rows of a group in the table, and of the user's columns that are read at a time.
+_GROUP_ROWS = 1 << 18
+
+
+def write_table(folder: Folder) -> None:
+    """Write the table of a run whose shards are all there, shard by shard."""
+    reader, pieces = RunReader(folder), _Pieces(folder)
+    with replacing(folder.table_file) as partial:
+        writer: pq.ParquetWriter | None = None
+        try:
+            for shard in reader.shards:
+                for start in range(shard.start, shard.stop, _GROUP_ROWS):
+                    rows = range(start, min(start + _GROUP_ROWS, shard.stop))
+                    part = {ROW: np.arange(rows.start, rows.stop)}
+                    part |= {column.name: reader.column(column.name, rows) for column in reader.scored}
+                    made = pa.table(part | pieces.take(len(rows)))
+                    writer = writer or pq.ParquetWriter(partial, made.schema, write_page_checksum=True)
+                    writer.write_table(made)
+        finally:
+            if writer is not None:
+                writer.close()
+
+
+class _Pieces:
+    """Hands out the user's columns in pieces of the sizes asked for, and holds little more than one of them."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.file = pq.ParquetFile(folder.columns_file) if folder.columns_file.exists() else None
+        self.batches = iter(()) if self.file is None else self.file.iter_batches(batch_size=_GROUP_ROWS)
+        self.held: list[pa.RecordBatch] = []
+
+    def take(self, rows: int) -> dict[str, Any]:
+        if self.file is None:
+            return {}
+        while sum(batch.num_rows for batch in self.held) < rows:
+            self.held.append(next(self.batches))
+        table = pa.Table.from_batches(self.held)
+        self.held = table.slice(rows).to_batches()
+        return {name: table.column(name).slice(0, rows) for name in table.column_names}

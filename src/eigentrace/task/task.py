@@ -1,0 +1,354 @@
+"""A task: a model, one loss per example, and which parameters count."""
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from eigentrace.data.batch import doubled, to_device, to_double
+from eigentrace.errors import EigentraceWarning, MismatchError, TaskError
+from eigentrace.task.identity import LossFingerprint, WeightSums, fingerprint
+from eigentrace.task.layout import Layout
+from eigentrace.task.parameters import Coverage, Params, aliases_of, coverage_of, match_values, select_params
+from eigentrace.task.session import lookup_outside, prepared
+
+ModelFunction = Callable[[nn.Module, Any], Any]
+Values = Mapping[str, Tensor]
+
+
+class _Caller(nn.Module):
+    """Lets `functional_call` swap the parameters under any function of the model, not only its `forward`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: ModelFunction, batch: Any) -> Any:
+        return function(self.model, batch)
+
+
+class Task:
+    """What was trained: everything the mathematics needs to know about a model.
+
+    Args:
+        model: The trained model. It is only ever read.
+        loss: `loss(model, batch) -> Tensor (B,)`, the training loss of each example, without any regulariser.
+        params: What counts as Θ; see `eigentrace.task.parameters.select_params`.
+        l2: λ of a penalty (λ/2)·‖θ‖² the model was trained with, or `{glob: λ}`. It enters the curvature only.
+        outputs: `outputs(model, batch)`, the model's outputs. With `output_loss` it stands in for `loss` and
+            makes Gauss-Newton curvature available.
+        output_loss: `output_loss(outputs, batch) -> Tensor (B,)`, convex in the outputs.
+        measurement: `measurement(model, batch) -> Tensor (B,)`, what queries are asked about; the loss if not given.
+        labels: `labels(batch) -> Tensor (B,)`, the class each example was given, for the record of a run. The outputs
+            then are one number per class.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: ModelFunction | None = None,
+        params: Params = "trainable",
+        l2: float | Mapping[str, float] = 0.0,
+        *,
+        outputs: ModelFunction | None = None,
+        output_loss: Callable[[Any, Any], Tensor] | None = None,
+        measurement: ModelFunction | None = None,
+        labels: Callable[[Any], Tensor] | None = None,
+    ) -> None:
+        _check_functions(model, loss, outputs, output_loss, measurement)
+        if labels is not None and outputs is None:
+            raise TaskError("`labels` goes with `outputs`, one number per class: give both, or neither.")
+        # A compiled model keeps the original under this name; torch.func must see the original.
+        self.model: nn.Module = getattr(model, "_orig_mod", model)
+        self._outputs, self._output_loss, self._measurement = outputs, output_loss, measurement
+        self._labels = labels
+        self._loss: ModelFunction = loss or (lambda m, batch: output_loss(outputs(m, batch), batch))  # type: ignore[misc]
+        selected = select_params(self.model, params)
+        self.params: dict[str, Tensor] = {name: p.detach() for name, p in selected.items()}
+        self.layout = Layout.of(self.params)
+        self._coverage = coverage_of(self.model, self.params)
+        self._without_rule: dict[str, str] = {}  # shared by all copies of this task: what one learns, all know
+        self.l2 = match_values({n: a for _, a in aliases_of(self.model) if (n := a[0]) in self.params}, l2, "l2")
+        self._fixed: dict[str, Tensor] = {}
+        self._double = self._bf16 = False
+        self._weight_sums: WeightSums | None = None
+        self._loss_fingerprint: LossFingerprint | None = None
+        self._is_own = True  # whether params are the model's own tensors
+
+    @property
+    def coverage(self) -> Coverage:
+        """How much of the model is attributed, and which of it goes by a slower engine for want of a layer rule."""
+        return replace(self._coverage, without_rule=dict(self._without_rule))
+
+    def note_engines(self, without_rule: Mapping[str, str]) -> None:
+        """Remember which parameters were found to have no layer rule, and why."""
+        self._without_rule.update(without_rule)
+
+    @property
+    def is_bf16(self) -> bool:
+        """Tell whether the model runs under bfloat16 autocast."""
+        return self._bf16
+
+    @property
+    def has_outputs(self) -> bool:
+        """Tell whether Gauss-Newton curvature is available."""
+        return self._outputs is not None
+
+    @property
+    def is_double_copy(self) -> bool:
+        """Tell whether this is `double()` of a task in a smaller type."""
+        return self._double
+
+    @property
+    def vector(self) -> Tensor:  # (P,)
+        """The selected parameters as one flat vector."""
+        return self.layout.flatten(self.params)
+
+    def session(self) -> AbstractContextManager[None]:
+        """Hold the model in eval mode under kernels with all derivatives; put everything back on leaving."""
+        self.check_unchanged()
+        return prepared(self.model)
+
+    def check_unchanged(self) -> None:
+        """Stop if the model is no longer what this task, or the fit that pinned it, was made with."""
+        if self._is_own:
+            own = dict(self.model.named_parameters())
+            gone = [n for n, p in self.params.items() if n not in own or own[n].data_ptr() != p.data_ptr()]
+            if gone:
+                raise MismatchError(
+                    f"The model was moved, or its parameters were replaced, after this task was made ({len(gone)} of "
+                    f"{len(self.params)}, first: {gone[0]!r}). Make a new task of the model as it is now."
+                )
+        if self._weight_sums is not None:
+            self._weight_sums.check(self.model)
+
+    def pinned(self, loss_fingerprint: LossFingerprint | None = None) -> "Task":
+        """Return this task bound to the numbers the model holds now: later sessions refuse others.
+
+        Args:
+            loss_fingerprint: What the loss gave for examples of the fit it is pinned for.
+        """
+        other = copy.copy(self)
+        other._weight_sums, other._loss_fingerprint = WeightSums.of(self.model), loss_fingerprint
+        return other
+
+    @property
+    def loss_fingerprint(self) -> LossFingerprint | None:
+        """What the loss gave for examples of the fit that pinned this task."""
+        return self._loss_fingerprint
+
+    def losses(self, values: Values, batch: Any) -> Tensor:  # (B,)
+        """Evaluate the per-example loss at other values of the selected parameters."""
+        return _per_example(self._call(self._loss, values, batch), "loss")
+
+    def measurements(self, values: Values, batch: Any) -> Tensor:  # (B,)
+        """Evaluate what queries are measured by."""
+        if self._measurement is None:
+            return self.losses(values, batch)
+        return _per_example(self._call(self._measurement, values, batch), "measurement")
+
+    def outputs(self, values: Values, batch: Any) -> Any:
+        """Evaluate the model's outputs at other values of the selected parameters."""
+        if self._outputs is None:
+            raise TaskError(
+                "This task gives only `loss`, so Gauss-Newton curvature is not defined. Give `outputs` and "
+                "`output_loss` instead, or use curvature='hessian'."
+            )
+        return self._call(self._outputs, values, batch)
+
+    def losses_and_outputs(self, values: Values, batch: Any) -> tuple[Tensor, Any]:  # (B,), outputs
+        """Evaluate the per-example loss, and return the outputs that it was taken from, detached, beside it."""
+        kept: list[Any] = []
+
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            outputs = self._outputs(model, batch)  # type: ignore[misc]
+            # A copy: the loss may work in place.
+            kept.append(outputs.detach().clone() if isinstance(outputs, Tensor) else outputs)
+            return self._output_loss(outputs, batch)  # type: ignore[misc]
+
+        return _per_example(self._call(loss, values, batch), "loss"), kept[0]
+
+    @property
+    def has_measurement(self) -> bool:
+        """Tell whether queries are asked about something other than the loss."""
+        return self._measurement is not None
+
+    @property
+    def has_labels(self) -> bool:
+        """Tell whether examples have classes, given and predicted."""
+        return self._labels is not None
+
+    def labels(self, batch: Any) -> Tensor:  # (B,)
+        """Return the class that each example was given."""
+        if self._labels is None:
+            raise TaskError("This task knows no classes: give `labels` to Task, or use eigentrace.classification.")
+        found = self._labels(batch)
+        if not isinstance(found, Tensor) or found.ndim != 1 or found.is_floating_point() or found.is_complex():
+            shape = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise TaskError(
+                f"`labels` must return the class of each example, integers of shape (B,), got {shape}. Leave `labels` "
+                "out where examples have several classes or none, and give such columns to score(columns=...)."
+            )
+        return found
+
+    def output_losses(self, outputs: Any, batch: Any) -> Tensor:  # (B,)
+        """Evaluate the per-example loss of given outputs."""
+        return _per_example(self._output_loss(outputs, batch), "output_loss")  # type: ignore[misc]
+
+    def place(self, batch: Any) -> Any:
+        """Move a batch to where, and in the type in which, the model computes."""
+        batch = to_device(batch, self.layout.device)
+        return to_double(batch) if self._double else batch
+
+    def canonical(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Check that a state dict fits the model, and return its tensors by the model's own names, tied ones once."""
+        current, names = self.tensors(), self.model.state_dict().keys()
+        state = dict(_unwrapped(state, current.keys() | names))
+        for _, (first, *others) in aliases_of(self.model):
+            # Files that store a tied tensor once may do so under any of its names.
+            alias = next((name for name in others if name in state), None)
+            if first not in state and alias is not None:
+                state[first] = state[alias]
+        _check_state(state, {name: tensor for name, tensor in current.items() if name in names})
+        unknown = sorted(state.keys() - current.keys() - names)
+        if unknown:
+            warnings.warn(
+                f"The checkpoint has {len(unknown)} tensors that the model has not (first: {unknown[0]!r}); they are "
+                "left out. Check that it belongs to this model and not to a larger one.",
+                EigentraceWarning,
+                stacklevel=3,
+            )
+        return {name: state[name] for name in current if name in state}
+
+    def at(self, state: Mapping[str, Tensor]) -> "Task":
+        """Return this task at another checkpoint (a full state dict) of the same model."""
+        current = self.tensors()
+        moved = {k: v.detach().to(current[k].device, current[k].dtype) for k, v in self.canonical(state).items()}
+        other = copy.copy(self)
+        other.params = {name: moved[name] for name in self.params}
+        other._fixed = {name: value for name, value in moved.items() if name not in self.params}
+        other._is_own, other._loss_fingerprint = False, self._loss_fingerprint and self._loss_fingerprint.elsewhere()
+        return other
+
+    def double(self) -> "Task":
+        """Return this task in float64: copies of all tensors stand in for the model's own, which stay as they are."""
+        if self._double or all(dtype == torch.float64 for dtype in self.layout.dtypes):
+            return self
+        other = copy.copy(self)
+        fixed = {name: value.detach() for name, value in self.tensors().items() if name not in self.params}
+        other.params = {name: value.double() for name, value in self.params.items()}
+        other._fixed = {name: doubled(value) for name, value in fixed.items()}
+        other.layout = Layout.of(other.params)
+        other._double = True
+        other._weight_sums, other._is_own = None, False  # it holds its own copy of every number
+        return other
+
+    def detached(self) -> dict[str, Tensor]:
+        """All parameters this task computes with, the selected ones as they are, no other one to be differentiated."""
+        own = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return own | self._fixed | self.params
+
+    def fingerprint(self) -> str:
+        """Hash all that this task computes with and which of it is selected."""
+        return fingerprint(self.tensors(), self.params)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All parameters and buffers this task computes with, selected or not."""
+        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        return own | self._fixed | self.params
+
+    def narrowed(self, names: Sequence[str]) -> "Task":
+        """Return this task with fewer selected parameters."""
+        other = copy.copy(self)
+        other.params = {name: self.params[name] for name in names}
+        other._fixed = self._fixed | {name: value for name, value in self.params.items() if name not in names}
+        other.layout = Layout.of(other.params)
+        other.l2 = {name: self.l2[name] for name in names}
+        other._coverage = coverage_of(self.model, other.params)
+        return other
+
+    def with_values(self, values: Values) -> "Task":
+        """Return this task at other values of its parameters, selected or not."""
+        other = copy.copy(self)
+        other.params = {name: values[name] for name in self.params}
+        other._fixed = self._fixed | {name: value for name, value in values.items() if name not in self.params}
+        other._is_own, other._loss_fingerprint = False, self._loss_fingerprint and self._loss_fingerprint.elsewhere()
+        return other
+
+    def in_bf16(self) -> "Task":
+        """Return this task with the model evaluated under bfloat16 autocast; derivatives follow its types."""
+        other = copy.copy(self)
+        other._bf16 = True
+        return other
+
+    def _call(self, function: ModelFunction, values: Values, batch: Any) -> Any:
+        swapped = {f"model.{name}": value for name, value in (self._fixed | dict(values)).items()}
+        casting = torch.autocast(self.layout.device.type, torch.bfloat16, cache_enabled=False) if self._bf16 else None
+        try:
+            # Around the model only, as in training: backward passes follow the types they find.
+            with casting or nullcontext():
+                return functional_call(_Caller(self.model), swapped, (function, batch))
+        except IndexError as error:
+            outside = lookup_outside(self.model, error)
+            if outside is None:
+                raise
+            raise outside from error
+
+
+def _per_example(losses: Any, what: str) -> Tensor:
+    if not isinstance(losses, Tensor):
+        raise TaskError(f"The {what} must return a tensor with one number per example, got {type(losses).__name__}.")
+    if losses.ndim != 1:
+        hint = " (use reduction='none')" if losses.ndim == 0 else ""
+        raise TaskError(
+            f"The {what} must return one number per example, shape (B,), but returned shape {tuple(losses.shape)}. "
+            f"Do not average or sum over examples{hint}."
+        )
+    if not losses.is_floating_point():
+        raise TaskError(f"The {what} must return floating-point numbers, got {losses.dtype}.")
+    return losses
+
+
+def _check_functions(model: Any, loss: Any, outputs: Any, output_loss: Any, measurement: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TaskError("A TorchScript model cannot be differentiated by torch.func: give the original nn.Module.")
+    if (outputs is None) != (output_loss is None):
+        raise TaskError("`outputs` and `output_loss` go together: give both, or only `loss`.")
+    if (loss is None) == (outputs is None):
+        raise TaskError("Give either `loss`, or `outputs` and `output_loss`: exactly one of the two.")
+    functions = {"loss": loss, "outputs": outputs, "output_loss": output_loss, "measurement": measurement}
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise TaskError(f"{name} must be a function, got {type(function).__name__}.")
+
+
+def _unwrapped(state: Values, names: Set[str]) -> Values:
+    """Drop what a wrapper (torch.compile, DataParallel, a Lightning module) put before every name, if anything."""
+    if names & state.keys():
+        return state
+    endings = {key[: -len(name)] for name in names for key in state if key.endswith(f".{name}")}
+    best = max(endings, key=lambda prefix: sum(prefix + name in state for name in names), default="")
+    return {key.removeprefix(best): value for key, value in state.items() if key.startswith(best)}
+
+
+def _check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    missing = sorted(set(expected) - set(state))
+    if missing:
+        raise MismatchError(
+            f"The checkpoint lacks {len(missing)} of the model's {len(expected)} tensors (first: {missing[0]!r}); "
+            f"it has {len(state)} tensors. It seems to belong to another model."
+        )
+    for name, tensor in expected.items():
+        if state[name].shape != tensor.shape:
+            raise MismatchError(
+                f"Checkpoint tensor {name!r} has shape {tuple(state[name].shape)}, the model's has "
+                f"{tuple(tensor.shape)}. It seems to belong to another model."
+            )
