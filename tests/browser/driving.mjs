@@ -12,6 +12,7 @@ import { chromium } from "playwright-core";
 
 const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const PATIENCE = 15_000;
+const SCENARIO = 120_000; // a scenario takes seconds; on a machine busy with other work, tens of them
 const FLAGS = [
   "--no-sandbox",
   "--disable-gpu",
@@ -89,7 +90,7 @@ async function attempt(context, world, name, act) {
   try {
     await page.setViewportSize({ width: 1280, height: 800 });
     await page.emulateMedia({ colorScheme: "light", reducedMotion: "reduce" });
-    await act({ page, world });
+    await within(SCENARIO, act({ page, world }));
     return { ok: true, detail: "" };
   } catch (error) {
     await page.screenshot({ path: join(world.out, `${name}.png`) }).catch(() => {});
@@ -98,11 +99,23 @@ async function attempt(context, world, name, act) {
   }
 }
 
+/** Wait for something, but not forever: what hangs must not take the scenarios after it along. */
+async function within(milliseconds, promise) {
+  let timer;
+  const late = new Promise((_, reject) => {
+    timer = setTimeout(() => reject(new Error(`not done after ${milliseconds / 1000} seconds`)), milliseconds);
+  });
+  return Promise.race([promise, late]).finally(() => clearTimeout(timer));
+}
+
 /** Note errors, broken policies, dialogs and requests that leave the server. Scenarios name the errors they provoke. */
 async function watch(context, world) {
   const note = (words) => {
     if (!world.awaited.some((part) => words.includes(part))) world.troubles.push(`${world.name}: ${words}`);
   };
+  // Interception stays on for good. Each scenario that delays an answer would switch it on and off, and requests that leave
+  // at that moment reach the server without being seen here.
+  await context.route("**/*", (route) => route.fallback());
   await context.addInitScript(() => {
     addEventListener("securitypolicyviolation", (event) =>
       console.error(`policy: ${event.violatedDirective} ${event.blockedURI}`),
