@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from models import CASES, Case, make
+from tests.helpers.models import CASES, Case, make
 
 
 @pytest.fixture(scope="session")

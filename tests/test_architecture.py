@@ -15,10 +15,11 @@ import eigentrace
 from eigentrace.disk.manifest import MANIFEST
 from eigentrace.fits.file_names import COORDINATES, EIGENPAIRS
 from eigentrace.store import folder, shards
+from tests.helpers.places import DOCS
 
 SOURCE = Path(eigentrace.__file__).parent
 
-DESIGN = Path(__file__).parent.parent / "docs/design.md"
+DESIGN = DOCS / "design.md"
 # Files beside the packages: what every module may import.
 LOOSE = ("__init__", "errors", "progress", "settings", "version")
 MOST_LOOSE = 6

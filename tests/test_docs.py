@@ -3,7 +3,6 @@
 import ast
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-
-ROOT = Path(__file__).parent.parent
+from tests.helpers.places import ROOT
 
 
 def test_readme_code_runs(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from eigentrace.demo.digits import load_digits
 from eigentrace.loading import make_inputs
 from eigentrace.page.one_file import write_report
 from eigentrace.rendering.png import encode_png
-from pages import digit_run, pair_run
+from tests.helpers.pages import digit_run, pair_run
 
 HERE = Path(__file__).parent
 COMMAND = [sys.executable, "-c", "from eigentrace.cli import main; main()"]

@@ -1,5 +1,4 @@
 import importlib.util
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +8,9 @@ from hypothesis import strategies as st
 
 from eigentrace.demo.digits import load_digits, relabel
 from eigentrace.errors import InputError
+from tests.helpers.places import ROOT
 
-TOOL = Path(__file__).parents[2] / "tools" / "make_digits.py"
+TOOL = ROOT / "tools" / "make_digits.py"
 
 
 def generator(seed=0):

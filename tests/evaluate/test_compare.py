@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import eigentrace as et
 from eigentrace.errors import InputError
 from eigentrace.evaluate import baselines, compare, detection, retrieval
-from small import examples, net
+from tests.helpers.small import examples, net
 
 DATA = examples(20)
 IS_NOISY = np.arange(20) % 4 == 0

@@ -1,15 +1,15 @@
 """The page about these instruments runs as it stands."""
 
 import re
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import eigentrace.evaluate as ev
+from tests.helpers.places import DOCS
 
-PAGE = Path(__file__).parents[2] / "docs" / "evaluate.md"
+PAGE = DOCS / "evaluate.md"
 
 
 def my_training(x, y, seed):

@@ -20,7 +20,7 @@ from eigentrace.errors import (
     UnsupportedError,
 )
 from eigentrace.krylov.iterate import Ending
-from models import Case, dense_gradients, dense_hessian
+from tests.helpers.models import Case, dense_gradients, dense_hessian
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import eigentrace as et
 from eigentrace.errors import NumericalError, UnsupportedError
 from eigentrace.fits.fitted import Capabilities
 from eigentrace.numeric.seeding import generator_of
-from models import CASES, Case, dense_gradients, dense_hessian
+from tests.helpers.models import CASES, Case, dense_gradients, dense_hessian
 
 # Float64 all the way; the oracles and the library differ by rounding, amplified by 1/λ.
 EXACT = 1e-8

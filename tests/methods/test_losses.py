@@ -7,7 +7,7 @@ import torch
 
 import eigentrace as et
 from eigentrace.errors import InputError, MismatchError, UnsupportedError
-from small import cross_entropy, examples, net
+from tests.helpers.small import cross_entropy, examples, net
 
 
 @pytest.fixture

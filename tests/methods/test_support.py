@@ -10,8 +10,8 @@ from eigentrace.data import as_data
 from eigentrace.errors import InputError, NumericalError, UnsupportedError
 from eigentrace.methods.label_agreement import labels_of, margins
 from eigentrace.methods.tangent import RIDGES
-from models import dense_gradients
-from small import cross_entropy, examples, net, table
+from tests.helpers.models import dense_gradients
+from tests.helpers.small import cross_entropy, examples, net, table
 
 
 def margin(model, batch):

@@ -1,0 +1,452 @@
+"""The commands, through the entry point of the installed script: what they answer, refuse, and leave on the disk."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from eigentrace import cli
+from eigentrace.cleaning.decisions import Decisions
+from tests.helpers.worked import build, check_cleaned, commands, shape
+
+# The model ends its own process in the pass that it is told.
+FUNCTION = """
+    import os
+    import torch
+    from torch import nn
+    import eigentrace as et
+
+    class Points(torch.utils.data.Dataset):
+        def __init__(self, rows):
+            self.rows = rows
+
+        def __len__(self):
+            return self.rows
+
+        def __getitem__(self, row):
+            x = torch.randn(5, generator=torch.Generator().manual_seed(row))
+            return x, (int(x[:3].argmax()) + (row % 7 == 0)) % 3
+
+    class Net(nn.Sequential):
+        left = int(os.environ.get("ENDS_AT", 0))
+
+        def forward(self, x):
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), int(os.environ["ENDS_BY"]))
+            return super().forward(x)
+
+    def make(rows=40):
+        torch.manual_seed(0)
+        net = Net(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+        return et.classification(net), et.Data(Points(rows), batch_size=8)
+
+    def number():
+        return 3
+"""
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Call the entry point; return its exit code, and what it printed."""
+
+    def called(line):
+        monkeypatch.setattr(sys, "argv", ["eigentrace", *shlex.split(line)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        return exit_.value.code, captured.out, captured.err
+
+    return called
+
+
+@pytest.fixture
+def answer(call):
+    """Call with --json; return the exit code, and what the standard output alone says."""
+
+    def answered(line):
+        code, out, _ = call(f"{line} --json")
+        return code, json.loads(out)
+
+    return answered
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(textwrap.dedent(FUNCTION))
+    return tmp_path
+
+
+@pytest.fixture
+def scored(place, call):
+    assert call("fit runs/x --input mine.py:make --steps 20 --keep 6")[0] == 0
+    assert call("score runs/x --shard-rows 16")[0] == 0
+    return place / "runs" / "x"
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+
+
+def test_a_classifier_from_folder_to_cleaned_csv(place, call, answer):
+    wrong = build(place)
+    for command, shown in commands():
+        code, out, err = call(command.removeprefix("eigentrace "))
+        assert code == 0, err
+        assert shape(out) == [line for line in shape(shown) if not line.startswith("# examples;")]
+    check_cleaned(place, wrong)
+    assert answer("info runs/animals")[1]["classes"] == ["cat", "dog", "bird"]
+    (place / "new.csv").write_text("text,label\nthe red cat ran,cat\nthe big dog sat,bird\n")
+    code, found = answer("explain runs/animals --queries new.csv -k 2")
+    assert code == 0
+    assert found["how"] == "kept directions only"
+    assert [(a["query"], a["side"], a["rank"]) for a in found["answers"]][:3] == [
+        (0, "proponent", 1), (0, "proponent", 2), (1, "proponent", 1),
+    ]  # fmt: skip
+    (place / "short.csv").write_text("text\nthe red cat ran\n")
+    assert "has no column 'label'" in call("explain runs/animals --queries short.csv")[2]
+    assert "names another one" in call("clean runs/animals --drop 5% --decisions d.parquet --out kept.parquet")[2]
+    assert not (place / "d.parquet").exists()
+    if not torch.cuda.is_available():
+        assert "torch finds no GPU" in call("score runs/animals --device cuda")[2]
+
+
+@pytest.mark.filterwarnings("default:The examples cannot be shown")
+def test_a_dataset_that_was_moved_with_its_run_is_cleaned(place, call, monkeypatch):
+    (place / "old").mkdir()
+    build(place / "old")
+    monkeypatch.chdir(place / "old")
+    for command in ("fit run --model model --data train.csv --task text-classification", "score run"):
+        assert call(command)[0] == 0
+    monkeypatch.chdir((place / "old").rename(place / "new"))
+    assert "157 rows that stay" in call("clean run --drop 3 --out kept.csv")[1]
+    lines = (place / "new" / "train.csv").read_bytes().splitlines(keepends=True)
+    assert set((place / "new" / "kept.csv").read_bytes().splitlines(keepends=True)) < set(lines)
+    monkeypatch.chdir(place)
+    for command, ends in {"clean new/run --drop 3 --out kept.csv": 2, "report new/run": 0}.items():
+        code, _, err = call(command)
+        assert (code, "which is gone, and there is no train.csv here" in err) == (ends, True), command
+
+
+def test_every_answer_is_json_alone(scored, answer, call):
+    code, fitted = answer("fit runs/x")
+    assert (code, fitted["run"], fitted["num_train"], fitted["method"]["keep"]) == (0, "runs/x", 40, 6)
+    code, told = answer("info runs/x")
+    assert code == 0
+    assert told == answer("score runs/x")[1]
+    assert (told["rows"], told["missing"], told["shards"]) == (40, 0, 3)
+    assert (told["features"], told["classes"]) == ({"count": 6, "type": "fp32", "hold": "kept directions"}, None)
+    assert len(told["self_influence"]["top_rows"]) == 10
+    code, found = answer("explain runs/x --row 7 --row 3 -k 2")
+    assert (code, found["rows"], found["unit"], len(found["answers"])) == (0, [7, 3], "nats", 8)
+    code, cleaned = answer("clean runs/x --drop 3 --by loss")
+    assert (code, cleaned["dropped"], cleaned["kept"], cleaned["by"], cleaned["out"]) == (0, 3, 37, "loss", None)
+    losses = pq.read_table(scored / "table.parquet")["loss"].to_pylist()
+    assert cleaned["dropped_rows"] == sorted(range(40), key=lambda row: -losses[row])[:3]
+    assert answer("check runs/x") == (0, {"run": "runs/x", "good": True, "rows": 40, "missing": 0, "faults": []})
+
+
+def test_numbers_that_json_lacks_become_null(capsys):
+    from eigentrace.cli.commands import _answer
+
+    _answer({"a": [float("nan"), 1.5], "b": {"c": float("inf")}}, "", as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": None}}
+
+
+def test_explaining_by_row_and_exactly(scored, call):
+    code, out, _ = call("explain runs/x --row 7 -k 2 --out answers.csv")
+    assert code == 0
+    assert "kept directions only; --exact loads the model" in out
+    assert shape(out)[2:4] == ["Proponents of row # (label #, prediction #)", "row score label prediction"]
+    assert out.endswith("Answers: answers.csv\n")
+    held = pa.csv.read_csv("answers.csv")
+    assert held.column_names == ["query", "side", "rank", "row", "score", "label", "prediction"]
+    assert "(exact)" in call("explain runs/x --row 7 -k 2 --exact")[1]
+    assert (
+        "without the example (exact scores of a shortlist of 8)\n"
+        in call("explain runs/x --row 7 -k 2 --exact --shortlist 8")[1]
+    )
+    told = json.loads(call("explain runs/x --row 7 -k 2 --exact --shortlist 8 --json")[1])
+    assert (told["how"], told["shortlist"]) == ("rescored", 8)
+    assert "as cosines" in call("explain runs/x --row 7 -k 2 --normalize metric")[1]
+    assert call("explain runs/x --row 7 -k 50 --same-label")[0] == 0
+    for words, message in {
+        "": "Say what to explain",
+        "--row 1 --queries new.csv": "Say what to explain",
+        "--row 40": "rows 0 to 39",
+        "--row 1 --normalize loudly": "--normalize must be gradient or metric, got 'loudly'",
+        "--row 1 --exclude others": "--exclude must be self, duplicates or none, got 'others'",
+        "--row 1 --out answers.csv": "answers.csv exists already",
+        "--row 1 --out answers.txt": "must end in .csv or .parquet",
+        "--queries new.csv": "open_run(path, task, data).explain(queries)",
+    }.items():
+        code, out, err = call(f"explain runs/x {words}")
+        assert (code, out) == (2, "")
+        assert message in err
+
+
+def test_cleaning_a_function_s_data(scored, call):
+    code, out, _ = call("clean runs/x --drop 10% --per-class --decisions d.parquet")
+    assert (code, out.splitlines()[1]) == (0, "Decisions: d.parquet")
+    assert pq.read_table("d.parquet").num_rows == 40
+    assert call("clean runs/x --drop 10% --per-class --decisions d.csv")[0] == 0
+    assert Decisions.read("d.csv").dropped.tolist() == Decisions.read("d.parquet").dropped.tolist()
+    assert pa.csv.read_csv("d.csv").column_names == pq.read_table("d.parquet").column_names
+    assert "Nothing was written" in call("clean runs/x --above 5")[1]
+    for words, message in {
+        "": "Exactly one of drop",
+        "--drop 5% --keep 3": "Exactly one of drop",
+        "--drop many": "drop must be a share",
+        "--drop 5% --by text": "no column 'text'",
+        "--drop 5% --out kept.csv": "does not say which file its rows came from",
+        "--drop 5% --decisions d.parquet": "d.parquet exists already",
+        "--drop 5% --decisions d.xlsx": "end 'd.xlsx' in .parquet or .csv",
+    }.items():
+        code, out, err = call(f"clean runs/x {words}")
+        assert (code, out) == (2, "")
+        assert message in err
+
+
+def test_damage_is_found_and_mended(scored, call, answer):
+    whole = files(scored / "shards")
+    damaged = scored / "shards" / "000000000016.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    code, out, _ = call("check runs/x")
+    assert code == 1
+    assert "Repairing scores rows 16 to 31 again" in out
+    assert out.endswith("Next: eigentrace check runs/x --repair\n")
+    code, told = answer("check runs/x")
+    assert (code, told["good"], told["missing"], len(told["faults"])) == (1, False, 16, 1)
+    code, told = answer("check runs/x --repair")
+    assert (code, told["good"], told["missing"], len(told["repaired"])) == (0, True, 0, 1)
+    assert files(scored / "shards").keys() == whole.keys()
+    (scored / "shards.json").write_text("{")
+    code, out, _ = call("check runs/x")
+    assert (code, "shards.json is damaged" in out) == (1, True)
+    assert call("check runs/x --repair")[0] == 0
+
+
+def test_what_is_refused_leaves_nothing_behind(place, call):
+    (place / "thesis").mkdir()
+    (place / "thesis" / "thesis.tex").write_text("x")
+    for words, message in {
+        "fit runs/x": "There is no run at runs/x. Begin one: eigentrace fit runs/x",
+        "fit runs/x --model model": "--data and --task not given",
+        "fit runs/x --model nowhere --data train.csv --task text-classification": "There is no dataset at",
+        "fit runs/x --input mine.py:none": "has no function 'none'",
+        "fit runs/x --input mine.py:number": "must return (task, data)",
+        "fit runs/x --input mine.py:make --steps 0": "steps must be a whole number",
+        "fit runs/x --input mine.py:make --tail long": "tail must be",
+        "fit runs/x --input mine.py:make --device cpu": "gives device too",
+        "fit runs/x --config nowhere.toml": "no file of settings",
+        "fit mine.py --input mine.py:make": "mine.py is a file",
+        "fit thesis --input mine.py:make": "thesis holds other files (thesis.tex)",
+        "score runs/x": "There is no run at runs/x",
+        "score thesis": "does not say which model and data",
+        "info runs/x": "There is no run at runs/x",
+        "info thesis": "is not a saved run",
+        "check runs/x": "There is no run at runs/x",
+        "explain runs/x --row 1": "There is no run at runs/x",
+        "clean thesis --drop 5%": "is not a saved run",
+    }.items():
+        code, out, err = call(words)
+        assert (code, out) == (2, ""), words
+        assert err.startswith("eigentrace: "), words
+        assert message in err, words
+        assert err.count("\n") == 1, words
+    assert not (place / "runs").exists()
+    assert [path.name for path in (place / "thesis").iterdir()] == ["thesis.tex"]
+
+
+def test_the_order_of_commands(place, call):
+    assert call("fit runs/x --input mine.py:make --steps 20 --keep 6")[0] == 0
+    asking = (
+        "explain runs/x --row 1",
+        "clean runs/x --drop 5%",
+        "check runs/x",
+        "report runs/x",
+        "serve runs/x --port 0",
+    )
+    for command in asking:
+        code, _, err = call(command)
+        assert (code, err.endswith("Run first: eigentrace score runs/x\n")) == (2, True)
+    assert call("info runs/x")[1].endswith("Next: eigentrace score runs/x\n")
+    (place / "runs" / "x" / "fit").rename(place / "elsewhere")
+    assert "Run first: eigentrace fit runs/x" in call("score runs/x")[2]
+    assert call("info runs/x")[1].endswith("Next: eigentrace fit runs/x\n")
+
+
+def test_a_second_call_with_other_settings_changes_nothing(scored, call):
+    before = files(scored)
+    for command, message in {
+        "fit runs/x --input mine.py:make --steps 21 --keep 6": "steps is 20 there and 21 here",
+        "fit runs/x --input mine.py:make --steps 20": "keep is 6 there and not given here",
+        "score runs/x --features fp16": 'type is "fp32" there and "fp16" here',
+        "score runs/x --batch 7": "batch is 8 there and 7 here",
+        "score runs/x --device cpu": "decides where its model computes",
+    }.items():
+        code, _, err = call(command)
+        assert (code, message in err) == (2, True), err
+    assert call("fit runs/x --input ./mine.py:make --steps 20 --keep 6")[0] == 0
+    assert call("score runs/x")[0] == 0
+    held = {path: content for path, content in files(scored).items() if path.name != "request.json"}
+    assert held == {path: content for path, content in before.items() if path.name != "request.json"}
+
+
+def test_settings_from_a_file_and_options_on_top(place, call, answer):
+    (place / "x.toml").write_text(
+        '[input]\nfunction = "mine.py:make"\n[input.args]\nrows = 24\n'
+        "[fit]\nsteps = 20\nkeep = 6\n[score]\nshard_rows = 8\n"
+    )
+    code, fitted = answer("fit runs/x --config x.toml --keep 4 --sample all")
+    assert (code, fitted["num_train"], fitted["method"]["keep"], fitted["method"]["sample"]) == (0, 24, 4, None)
+    assert answer("score runs/x")[1]["shards"] == 3
+    (place / "bad.toml").write_text('[input]\nfunction = "mine.py:make"\n[fit]\nstep = 20\n')
+    assert "did you mean steps" in call("fit runs/y --config bad.toml")[2]
+
+
+METHODS = {
+    "tracin": ("--method tracin", "TracIn", True),
+    "random projections": ("--method rand-proj --keep 4", "RandProj", True),
+    "lissa": ("--method Lissa --set depth=3 --set scale=50", "Lissa", False),
+    "rates": ("--method TracIn --set learning_rates=0.5", "TracIn", True),
+    "loss": ("--method loss", "Loss", False),
+    "support": ("--method support", "Support", False),
+}
+
+
+@pytest.mark.parametrize(("options", "name", "saved"), METHODS.values(), ids=METHODS)
+def test_other_methods(options, name, saved, place, call, answer):
+    code, fitted = answer(f"fit runs/x --input mine.py:make {options}")
+    assert (code, fitted["method"]["name"], fitted["fit"] is not None) == (0, name, saved)
+    assert call("info runs/x")[1].endswith("nothing is scored yet.\nNext: eigentrace score runs/x\n")
+    assert call("score runs/x --shard-rows 16")[0] == 0
+    info = answer("info runs/x")[1]
+    assert (info["method"], info["missing"]) == (name, 0)
+    told = call("info runs/x")[1].partition("Next: ")[2].splitlines()
+    for command in told[:-1]:  # the last one writes a file
+        assert call(command.strip().removeprefix("eigentrace "))[0] == 0
+    assert (len(told) == 1) == (name in ("Loss", "Support"))
+    shard = sorted((place / "runs" / "x" / "shards").iterdir())[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert call("check runs/x --repair")[0] == 0
+    assert answer("info runs/x")[1] == info
+    before = files(place / "runs" / "x")
+    assert call(f"fit runs/x --input mine.py:make {options}")[0] == 0
+    assert "method is" in call("fit runs/x --input mine.py:make --method tangent-ridge")[2]
+    assert files(place / "runs" / "x") == before
+
+
+def test_methods_and_their_settings_are_told_apart(place, call):
+    for words, message in {
+        "--method tracing": "There is no method 'tracing'; did you mean TracIn?",
+        "--method tracin --steps 3": "unknown setting 'steps' in [fit]",
+        "--method meanloss": "MeanLoss needs checkpoints",
+        "--set basis=1": "unknown setting 'basis' in [fit]",
+        "--method lissa --set depth": "--set takes name=value",
+        "--keep 5 --set keep=10": "both give keep",
+    }.items():
+        code, _, err = call(f"fit runs/x --input mine.py:make {words}")
+        assert (code, " ".join(message.split()) in " ".join(err.replace("│", " ").split())) == (2, True), err
+    assert not (place / "runs").exists()
+    rates = "fit runs/z --input mine.py:make --method tracin --set learning_rates="
+    assert "learning_rates must be a list of numbers" in call(f"{rates}fast")[2]
+    assert "Got 2 learning_rates for 1 checkpoints" in call(f"{rates}0.5 --set learning_rates=0.1")[2]
+    assert call("fit runs/x --input mine.py:make --method tracin")[0] == 0
+    assert 'method is "TracIn" there and "Arnoldi" here' in call("fit runs/x --input mine.py:make")[2]
+    assert call("fit runs/y --input mine.py:make --steps 8 --keep 3")[0] == 0
+    assert call("fit runs/y --input mine.py:make --method arnoldi --steps 8 --keep 3")[0] == 0
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_are_one_clean_line(place, call):
+    code, _, err = call("fit runs/x --input mine.py:make --steps 6 --keep 5")
+    assert code == 0
+    (line,) = [line for line in err.splitlines() if "warning" in line]
+    assert line.startswith("eigentrace: warning: The last of 5 kept eigenvalues has not settled")
+    assert ".py" not in err
+
+
+# A shell that runs the tests in the background lets them, and what they start, ignore SIGINT.
+SCRIPT = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from eigentrace.cli import main; sys.argv[0] = 'eigentrace'; main()"
+)
+
+
+def process(place, line, at, by):
+    """Run a command in a process of its own, which a signal ends in a certain pass through the model."""
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, *shlex.split(line)], cwd=place, capture_output=True, text=True, check=False,
+        env=os.environ | {"ENDS_AT": str(at), "ENDS_BY": str(int(by))},
+    )  # fmt: skip
+
+
+def test_interrupted_and_killed_it_goes_on(place, call):
+    fit = "fit runs/x --input mine.py:make --steps 20 --keep 6"
+    done = process(place, fit, 60, signal.SIGINT)
+    assert done.returncode == 130
+    assert done.stdout == ""
+    assert done.stderr.endswith(f"\nStopped. What was done is kept; go on with: eigentrace {fit}\n")
+    assert call("info runs/x")[1] == "runs/x: the fit is not finished.\nNext: eigentrace fit runs/x\n"
+    assert call(fit)[0] == 0
+    assert not (place / "runs" / "x" / "krylov").exists()
+    score = "score runs/x --shard-rows 8"
+    done = process(place, score, 13, signal.SIGINT)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.endswith(f"go on with: eigentrace {score}\n")
+    assert process(place, score, 12, signal.SIGKILL).returncode == -signal.SIGKILL
+    code, out, _ = call("info runs/x")
+    assert code == 0
+    assert "not complete: " in out
+    assert out.endswith("Next: eigentrace score runs/x\n")
+    assert call("explain runs/x --row 1")[0] == 2
+    assert call("check runs/x")[0] == 1
+    assert call(score)[0] == 0
+    assert call("fit runs/whole --input mine.py:make --steps 20 --keep 6")[0] == 0
+    assert call("score runs/whole --shard-rows 8")[0] == 0
+    tables = [pq.read_table(place / "runs" / name / "table.parquet") for name in ("x", "whole")]
+    assert tables[0].equals(tables[1])
+
+
+def test_ctrl_c_before_anything_was_done(place, call, monkeypatch):
+    from eigentrace.cli import commands as room
+
+    def interrupted(*arguments, **named):
+        raise KeyboardInterrupt
+
+    for name in ("fit", "score", "check"):
+        monkeypatch.setattr(room, name, interrupted)
+        code, out, err = call(f"{name} runs/x")
+        assert (code, out) == (130, "")
+        assert err == f"\nStopped. What was done is kept; go on with: eigentrace {name} runs/x\n"
+
+
+def test_every_command_has_help_that_leaves_torch_alone():
+    code = (
+        "import sys\n"
+        "from eigentrace.cli import main\n"
+        "for command in ('fit', 'score', 'explain', 'clean', 'check', 'info'):\n"
+        "    sys.argv = ['eigentrace', command, '--help']\n"
+        "    try:\n"
+        "        main()\n"
+        "    except SystemExit as exit_:\n"
+        "        print(f'{command} ends with {exit_.code}')\n"
+        "print('loaded:', [name for name in ('torch', 'numpy', 'pyarrow') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for command in ("fit", "score", "explain", "clean", "check", "info"):
+        assert f"eigentrace {command} [OPTIONS]" in done.stdout
+        assert f"{command} ends with 0" in done.stdout
+    assert done.stdout.count("--json") == 6
+    assert done.stdout.rstrip().endswith("loaded: []")

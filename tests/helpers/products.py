@@ -1,0 +1,19 @@
+"""Products of one batch's curvature with a vector."""
+
+import eigentrace as et
+from eigentrace.curvature.products import Differentiation, product_of
+
+
+def relative(a, b):
+    return float((a - b).norm() / b.norm())
+
+
+def product(task, batch, v, kind="gauss-newton", form=Differentiation.DUAL, precision="fp32"):
+    with task.session():
+        found = product_of(kind, form, precision)(task, task.params, task.layout.unflatten(v), batch)
+    return task.layout.flatten(found)
+
+
+def in_float(case):
+    task = et.Task(case.task.model.float(), outputs=case.task._outputs, output_loss=case.task._output_loss)
+    return task, tuple(t.float() if t.is_floating_point() else t for t in case.batches[0])

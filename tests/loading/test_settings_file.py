@@ -1,0 +1,157 @@
+"""Settings from a file and the command line, as one record that can be stored and repeated."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import eigentrace as et
+from eigentrace.errors import InputError
+from eigentrace.loading import from_config, make_inputs
+from eigentrace.loading.settings_file import _KEYS
+from eigentrace.methods.by_name import method_names, settable
+from eigentrace.projection.engine import Compute
+from tests.helpers.small import table
+
+FILE = """
+[input]
+model = "models/bert"
+dataset = "data/train.csv"
+task = "text-classification"
+text = "body"
+columns = ["year"]
+
+[fit]
+steps = 40
+keep = 10
+tail = "none"
+sample = "all"
+params = "classifier.*"
+
+[score]
+shard_rows = 1000
+precision = "bf16"
+"""
+FUNCTION = """
+import torch
+import eigentrace as et
+
+def made(size):
+    torch.manual_seed(0)
+    return et.classification(torch.nn.Linear(3, 2)), [(torch.randn(size, 3), torch.randint(0, 2, (size,)))]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_import_path(monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "run.toml").write_text(FILE)
+    return tmp_path / "conf" / "run.toml"
+
+
+def test_sections_come_as_what_takes_them(path):
+    how = from_config(path)
+    assert how["fit"] == {"steps": 40, "keep": 10, "tail": None, "sample": None}
+    assert et.Arnoldi(**how["fit"]).tail is None
+    assert how["score"] == {"shard_rows": 1000, "precision": "bf16"}
+    assert how["input"]["params"] == "classifier.*"
+    assert how["input"]["columns"] == ["year"]
+
+
+def test_paths_as_given_and_in_full(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    how = from_config(path, {"input": {"dataset": Path("other.csv")}})
+    assert how["input"]["model"] == "models/bert"
+    assert how["input"]["dataset"] == "other.csv"
+    assert how["input"]["resolved"] == {
+        "model": str(tmp_path / "conf" / "models" / "bert"),
+        "dataset": str(tmp_path / "other.csv"),
+    }
+
+
+def test_the_command_line_is_on_top(path):
+    flags = {"input": {"text": "title", "label": None}, "fit": {"steps": 7, "keep": None, "l2": 0.1}}
+    how = from_config(path, flags)
+    assert how["fit"]["steps"] == 7
+    assert how["fit"]["keep"] == 10
+    assert how["input"]["text"] == "title"
+    assert "label" not in how["input"]
+    assert how["input"]["l2"] == 0.1
+
+
+def test_the_record_survives_json(path):
+    how = from_config(path)
+    assert json.loads(json.dumps(how)) == how
+
+
+def test_without_a_file():
+    how = from_config(None, {"input": {"function": "mine:made", "args": {"size": 3}}})
+    assert how == {
+        "input": {"function": "mine:made", "args": {"size": 3}, "resolved": {}},
+        "fit": {},
+        "score": {},
+    }
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["from another directory", "after the folder moved"])
+def test_inputs_can_be_made_again(moved, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    monkeypatch.chdir(tmp_path)
+    how = from_config(None, {"input": {"function": "mine.py:made", "args": {"size": 6}}})
+    stored = json.loads(json.dumps(how))
+    assert len(make_inputs(stored).data) == 6
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if moved:
+        (tmp_path / "mine.py").rename(elsewhere / "mine.py")
+    monkeypatch.chdir(elsewhere)
+    assert len(make_inputs(stored).data) == 6
+
+
+def test_every_setting_of_the_fit_is_one_of_the_method():
+    assert set(settable()) == set(et.Arnoldi.__dataclass_fields__) - {"basis"}
+    assert {name for name in method_names() if not settable(name)} == {"Loss", "Support"}
+    assert set(_KEYS["score"]) - {"shard_rows", "shard_seconds", "features"} == set(Compute.__dataclass_fields__)
+
+
+WRONG = {
+    "misspelt": ("[fit]\nstep = 3", r"unknown setting 'step' in \[fit\]; did you mean steps"),
+    "elsewhere": ("[fit]\nshard_rows = 3", r"unknown setting 'shard_rows' in \[fit\]\. It belongs to \[score\]"),
+    "a section": ("[fits]\nsteps = 3", r"unknown section \[fits\]; did you mean fit\?"),
+    "no section": ("fit = 3", r"fit = 3, and \[fit\] is a section"),
+    "no input": ("[fit]\nsteps = 3", r"\[input\] lacks model, dataset, task"),
+    "half an input": ("[input]\nmodel = 'a'\ntask = 'seq2seq'", r"\[input\] lacks dataset\."),
+    "two inputs": ("[input]\nfunction = 'a:b'\nmodel = 'c'", "names the function a:b and gives model too"),
+    "parameters of a function": (
+        "[input]\nfunction = 'a:b'\n[fit]\nparams = 'all'",
+        r"gives params too.*\[input.args\]",
+    ),
+    "arguments of nothing": (f"{FILE.replace('[fit]', '[input.args]')}", "unknown|are arguments of a function"),
+    "a date": ("[input]\nfunction = 'a:b'\nargs = {day = 2020-01-01}", "cannot be stored: .* is a date"),
+    "no TOML": ("[input", "is not TOML"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), table(WRONG))
+def test_what_is_wrong_is_said(text, message, tmp_path):
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(InputError, match=message):
+        from_config(tmp_path / "run.toml")
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(InputError, match=r"There is no file of settings .*none\.toml"):
+        from_config(tmp_path / "none.toml")
+
+
+def test_an_unknown_flag(path):
+    with pytest.raises(
+        InputError, match=r"the command line has an unknown setting 'sede' in \[fit\]; did you mean seed"
+    ):
+        from_config(path, {"fit": {"sede": 1}})
