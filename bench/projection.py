@@ -21,7 +21,7 @@ from bench.models import Batch, cross_entropy
 from bench.projection_page import FORWARD_K, ROTATED, ROTATED_CELL, layerwise_cell, render
 from bench.record import Recorder
 from eigentrace.projection import Job, project
-from eigentrace.projection.directions import DenseRows, RotatedRows, Rotation, Rows, StackedRows
+from eigentrace.projection.directions import DenseDirections, Directions, RotatedDirections, Rotation, StackedDirections
 from eigentrace.projection.engine import Compute
 from eigentrace.projection.streamed import aligned
 
@@ -33,8 +33,8 @@ _WARM_UP = 5
 _FORWARD_SHARE = 8
 # Columns of each rotation: the leading directions, among which the largest coordinates are found.
 _DIRECTIONS = 32
-# Rows may take this share of the free memory; the model's pass and the engine need the rest.
-_ROWS_SHARE = 0.6
+# Directions may take this share of the free memory; the model's pass and the engine need the rest.
+_DIRECTIONS_SHARE = 0.6
 
 
 def measure(subject: Subject, recorder: Recorder, settings: argparse.Namespace) -> None:
@@ -54,7 +54,7 @@ def measure(subject: Subject, recorder: Recorder, settings: argparse.Namespace) 
     forward = [] if "forward" in settings.skip else [FORWARD_K]
     if not ks + forward:
         return
-    pool = RowPool.draw(subject.task, [*ks, *forward], run)
+    pool = DirectionPool.draw(subject.task, [*ks, *forward], run)
     for k in forward:
         cell(f"forward/{k}", partial(forward_mode, subject, pool, k, run))
     for k in ks:
@@ -91,36 +91,36 @@ def training(subject: Subject, run: Run, *, compiles: bool) -> Cell:
 
 
 @dataclass(frozen=True)
-class RowPool:
-    """One matrix of random rows, of which every K takes its first."""
+class DirectionPool:
+    """One matrix of random directions, of which every K takes its first."""
 
     matrix: Tensor  # (most, P)
     task: et.Task
 
     @staticmethod
-    def draw(task: et.Task, ks: Sequence[int], run: Run) -> "RowPool":
-        """Draw as many rows as the largest K, or the largest K whose rows fit beside the model."""
+    def draw(task: et.Task, ks: Sequence[int], run: Run) -> "DirectionPool":
+        """Draw as many directions as the largest K, or the largest K whose directions fit beside the model."""
         layout = task.layout
         dtype = torch.bfloat16 if run.precision == "bf16" else layout.dtype
-        fitting = int(_ROWS_SHARE * _free_memory(run.device)) // (layout.numel * dtype.itemsize)
+        fitting = int(_DIRECTIONS_SHARE * _free_memory(run.device)) // (layout.numel * dtype.itemsize)
         count = max((k for k in ks if k <= fitting), default=max(1, fitting))
-        matrix = aligned(count, layout.numel, dtype, run.device)  # as the rows of a fit are
+        matrix = aligned(count, layout.numel, dtype, run.device)  # as the directions of a fit are
         generator = torch.Generator(run.device).manual_seed(3)
-        for row in matrix:  # one at a time: some kernels cannot count to more than 2³¹ numbers
-            row.normal_(generator=generator)
-        return RowPool(matrix, task)
+        for direction in matrix:  # one at a time: some kernels cannot count to more than 2³¹ numbers
+            direction.normal_(generator=generator)
+        return DirectionPool(matrix, task)
 
-    def rows(self, k: int) -> Rows:
-        """Return K rows, the first ones again where there are fewer."""
+    def directions(self, k: int) -> Directions:
+        """Return K directions, the first ones again where there are fewer."""
         full, rest = divmod(k, len(self.matrix))
         parts = [self.matrix] * full + ([self.matrix[:rest]] if rest else [])
-        dense = tuple(DenseRows(part, self.task.layout) for part in parts)
-        return dense[0] if len(dense) == 1 else StackedRows(dense)
+        dense = tuple(DenseDirections(part, self.task.layout) for part in parts)
+        return dense[0] if len(dense) == 1 else StackedDirections(dense)
 
     def remarks(self, k: int) -> list[str]:
-        """Say where rows were repeated."""
+        """Say where directions were repeated."""
         count = len(self.matrix)
-        return [f"The first {count} rows repeated: {k} do not fit beside the model."] if k > count else []
+        return [f"The first {count} directions repeated: {k} do not fit beside the model."] if k > count else []
 
     def unused(self, k: int) -> int:
         """Bytes of the matrix that a measurement at K does not touch."""
@@ -134,7 +134,7 @@ def _free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def forward_mode(subject: Subject, pool: RowPool, k: int, run: Run) -> Cell:
+def forward_mode(subject: Subject, pool: DirectionPool, k: int, run: Run) -> Cell:
     """Time the paper's way, in the precision of the others where the model allows it."""
     batch = subject.part(max(1, subject.size // _FORWARD_SHARE))
     precisions: tuple[Precision, ...] = ("bf16", "fp32") if run.precision == "bf16" else ("fp32",)
@@ -149,7 +149,7 @@ def forward_mode(subject: Subject, pool: RowPool, k: int, run: Run) -> Cell:
     return found
 
 
-def layerwise(subject: Subject, pool: RowPool, k: int, run: Run, *, compiles: bool) -> Cell:
+def layerwise(subject: Subject, pool: DirectionPool, k: int, run: Run, *, compiles: bool) -> Cell:
     """Time layerwise reverse mode, squared norms included."""
     compute = Compute(engine="layerwise", precision=run.precision, batch="data", compile=compiles)
     found = projecting(make_job(pool, k, compute, norms=True), subject.batch, pool, run)
@@ -176,7 +176,7 @@ def rotated_mode(subject: Subject, run: Run) -> Cell:
         pairs = torch.stack([torch.randint(0, n, (share,), generator=generator, device=device) for n in limits])
         rotations[name] = Rotation(None if words else sides[0], sides[1], pairs)
     compute = Compute(engine="layerwise", precision=run.precision, batch="data")
-    job = Job.of(task, "losses", RotatedRows(rotations, task.layout), norms=True, compute=compute)
+    job = Job.of(task, "losses", RotatedDirections(rotations, task.layout), norms=True, compute=compute)
     return projecting(job, subject.batch, None, run)
 
 
@@ -185,12 +185,12 @@ def _directions(size: int, generator: torch.Generator) -> Tensor:
     return torch.randn(size, count, generator=generator, device=generator.device) / size**0.5
 
 
-def make_job(pool: RowPool, k: int, compute: Compute, *, norms: bool) -> Job:
-    """Describe the work: the gradients of the losses, on the first K rows."""
-    return Job.of(pool.task, "losses", pool.rows(k), norms=norms, compute=compute)
+def make_job(pool: DirectionPool, k: int, compute: Compute, *, norms: bool) -> Job:
+    """Describe the work: the gradients of the losses, on the first K directions."""
+    return Job.of(pool.task, "losses", pool.directions(k), norms=norms, compute=compute)
 
 
-def projecting(job: Job, batch: Batch, pool: RowPool | None, run: Run) -> Cell:
+def projecting(job: Job, batch: Batch, pool: DirectionPool | None, run: Run) -> Cell:
     """Time a job on one batch, given again and again."""
     data = et.Data.from_batches([batch] * _MANY_BATCHES)
     with job.task.session():
@@ -202,7 +202,7 @@ def projecting(job: Job, batch: Batch, pool: RowPool | None, run: Run) -> Cell:
     size = len(batch[-1])
     found = timing.numbers | {"rate": size / timing.seconds, "batch": size, "precision": job.compute.precision}
     if timing.peak is not None:
-        found["peak"] = timing.peak - (pool.unused(job.rows.count) if pool is not None else 0)
+        found["peak"] = timing.peak - (pool.unused(job.directions.count) if pool is not None else 0)
     return found
 
 
@@ -215,7 +215,7 @@ def _line(cell: Cell) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = options("Examples per second of projecting per-example gradients, beside a training step.")
-    parser.add_argument("--ks", type=_numbers, default=[10, 20, 50, 100, 200], help="numbers of rows; 10,20,50,100,200")
+    parser.add_argument("--ks", type=_numbers, default=[10, 20, 50, 100, 200], help="values of K; 10,20,50,100,200")
     parser.add_argument("--compile", action="store_true", help="measure compiled layerwise mode as well")
     parser.add_argument(
         "--skip", type=choices("train", "forward", "layerwise", "rotated"), default=[], help="what not to measure"

@@ -97,7 +97,7 @@ def once(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def gradient_rows(subject: Subject, size: Size) -> Rows:
-    """Gradient similarity: exact, at one and at all checkpoints; through random rows; over random parameters."""
+    """Gradient similarity: exact, at one and at all checkpoints; through random directions; over random parameters."""
     task, checkpoints = subject.task, subject.checkpoints
     yield "TracIn, C=1", lambda: _measured(subject, [et.TracIn()])
     yield f"TracIn, C={len(checkpoints)}", lambda: _measured(subject, [et.TracIn(checkpoints=checkpoints)])

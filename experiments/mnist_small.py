@@ -189,15 +189,15 @@ def wasserstein(found: Tensor, truth: Tensor) -> float:
 
 
 def projected_eigenvalues(spectrum: Tensor, keep: int, seed: int, orthonormal: bool) -> Tensor:  # (P,) -> (K,)
-    """Draw the eigenvalues of G·H·Gᵀ for K random rows.
+    """Draw the eigenvalues of G·H·Gᵀ for K random directions.
 
-    The rows are as likely in the eigenbasis of H as in any other, so they are drawn there, where H is diagonal.
+    The directions are as likely in the eigenbasis of H as in any other, so they are drawn there, where H is diagonal.
 
     Args:
         spectrum: All eigenvalues of H.
         keep: K.
-        seed: Fixes the rows.
-        orthonormal: Rows that are orthonormal, so that G·H·Gᵀ is H restricted to their span; else Gaussian ones with
+        seed: Fixes the directions.
+        orthonormal: Orthonormal directions, so that G·H·Gᵀ is H restricted to their span; else Gaussian ones with
             E[GᵀG] = I, as RandProj scores with.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -246,14 +246,14 @@ def _cut(known: Subject, fit: Any, keep: int) -> Cell:
 
 
 def random_squares(known: Subject) -> Tensor:  # (N, draws, K)
-    """Project all digits on the rows of every draw. Rows are independent, so all go through the network together."""
+    """Project all digits on the directions of all draws, which are independent, in one pass through the network."""
     draws, most = known.size.draws, max(known.size.keeps)
     fitted = et.RandProj(draws * most, SEED).fit(known.task, known.data)
     return fitted.features(known.data).square().unflatten(1, (draws, most))
 
 
 def _drawn(known: Subject, squares: Tensor, keep: int) -> Cell:
-    """Judge the first K rows of every draw; one draw is scored by itself for the time that takes."""
+    """Judge the first K directions of every draw; one draw is scored by itself for the time that takes."""
     found = [retrieval(own.cpu(), known.digits.is_wrong.cpu()) for own in squares[:, :, :keep].sum(dim=2).unbind(1)]
     cell = _scored(known, et.RandProj(keep, SEED))
     for key in ("auc", "ap"):

@@ -52,7 +52,7 @@ class Size:
     precision: Precision = "fp32"
     """Of curvature."""
     basis: Precision = "bf16"
-    """What the vectors of the iteration and the rows are held in: 24 GB for 200 of them, and no product of
+    """What the vectors of the iteration and the directions are held in: 24 GB for 200 of them, and no product of
     more numbers than cuBLAS counts, where fp32 would take twice that and blocks."""
     score_precision: Precision = "fp32"
     """Of scores with a fit."""

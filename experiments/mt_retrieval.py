@@ -54,7 +54,7 @@ from experiments.translation import Ordered, Pairs
 
 Engine = Literal["layerwise", "forward", "reverse"]
 
-# Of RandProj: drawing rows of 60M numbers takes longer than scoring with them.
+# Of RandProj: drawing directions of 60M numbers takes longer than scoring with them.
 ROW_SETS = 2
 # Pairs of which whole gradients are taken together at most: those of the embedding are then just below 2³¹ numbers.
 WHOLE_AT_ONCE = 128
@@ -262,7 +262,7 @@ def measure_memory(session: Session) -> None:
 def _memory(
     network: Network, data: et.Data, way: str, size: int, held: dict[et.RandSelect | et.RandProj, ProjectedFit]
 ) -> Cell:
-    """Score with rows that are drawn once, and of one kind at a time: others would count as memory too."""
+    """Score with directions that are drawn once, and of one kind at a time: others would count as memory too."""
     method, engine = SCORED_BY[way]
     task = network.task(ALL)
     device = task.layout.device

@@ -117,7 +117,7 @@ class _Lazy:
 def _margin_products(trained: Trained) -> Tensor:  # (N, N)
     task = et.classification(trained.model)
     with task.session():
-        job = Job(task, lambda values, batch: margins(task, values, batch), Job.of(task, "losses").rows)
+        job = Job(task, lambda values, batch: margins(task, values, batch), Job.of(task, "losses").directions)
         # One place for all: pieces put together at the end would need the memory twice.
         phi = torch.empty(len(trained.problem), task.layout.numel, device=task.layout.device)
         start = 0

@@ -144,7 +144,7 @@ def ours(question: Question, task: et.Task) -> dict[str, Cell]:
 
 
 def random_projection(question: Question, task: et.Task) -> dict[str, Cell]:
-    """Gaussian rows. Rows are independent, so those of all draws go through the model together."""
+    """Gaussian directions. Directions are independent, so those of all draws go through the model together."""
     most = max(KEEPS)
     fitted = et.RandProj(DRAWS * most, seed=0).fit(task, question.fitted_on)
     squares = fitted.features(question.scored).square()

@@ -107,17 +107,17 @@ def test_unknown_models_are_named(capsys):
     assert "'vit' is none of vit_l_32, vit_b_32" in capsys.readouterr().err
 
 
-def test_rows_are_repeated_where_they_do_not_fit(monkeypatch):
+def test_directions_are_repeated_where_they_do_not_fit(monkeypatch):
     subject = Subject.of(SMALL["vit_b_32"], CPU, 2)
     bytes_each = 4 * subject.task.layout.numel
     monkeypatch.setattr(projection, "_free_memory", lambda device: int(5 * bytes_each / 0.6))
-    pool = projection.RowPool.draw(subject.task, [2, 4, 10], Run(CPU, True, 0.0, {}))
+    pool = projection.DirectionPool.draw(subject.task, [2, 4, 10], Run(CPU, True, 0.0, {}))
     assert len(pool.matrix) == 4
-    assert pool.rows(2).count == 2
-    written = pool.rows(10).dense(0, 10)
+    assert pool.directions(2).count == 2
+    written = pool.directions(10).dense(0, 10)
     assert torch.equal(written, torch.cat([pool.matrix, pool.matrix, pool.matrix[:2]]))
     assert pool.remarks(4) == []
-    assert "first 4 rows" in pool.remarks(10)[0]
+    assert "first 4 directions" in pool.remarks(10)[0]
     assert pool.unused(3) == bytes_each
 
 

@@ -1,4 +1,4 @@
-"""The same numbers on a GPU as on the CPU, with data, rows and basis in either memory."""
+"""The same numbers on a GPU as on the CPU, with data, directions and basis in either memory."""
 
 import copy
 import dataclasses
@@ -14,7 +14,7 @@ from eigentrace.data import as_data
 from eigentrace.errors import TaskError
 from eigentrace.krylov.vectors import Vectors
 from eigentrace.projection import Job, project
-from eigentrace.projection.directions import DenseRows
+from eigentrace.projection.directions import DenseDirections
 from tests.helpers.models import CASES, make
 
 pytestmark = [
@@ -198,9 +198,9 @@ def network() -> nn.Module:
     )  # fmt: skip
 
 
-def projected(task, examples, rows, **settings):
+def projected(task, examples, directions, **settings):
     with task.session():
-        job = Job.of(task, "losses", rows, True, et.Compute(**settings))
+        job = Job.of(task, "losses", directions, True, et.Compute(**settings))
         found = [projection for _, projection in project(job, as_data([examples]))]
     return torch.cat([f.features for f in found]), torch.cat([f.squares() for f in found])
 
@@ -220,31 +220,31 @@ def off(found, expected):
 def test_layerwise_is_the_same_as_one_example_at_a_time(name):
     case = make(name)
     task = on_gpu(case.task)
-    rows = DenseRows(torch.randn(9, task.layout.numel, dtype=torch.float64).cuda(), task.layout)
-    expected = projected(task, case.batches[0], rows, engine="reverse")
-    assert off(projected(task, case.batches[0], rows, engine="layerwise"), expected) < 1e-10
+    directions = DenseDirections(torch.randn(9, task.layout.numel, dtype=torch.float64).cuda(), task.layout)
+    expected = projected(task, case.batches[0], directions, engine="reverse")
+    assert off(projected(task, case.batches[0], directions, engine="layerwise"), expected) < 1e-10
 
 
 @pytest.mark.usefixtures("full_float32")
 def test_layerwise_in_float32_and_in_bfloat16():
     torch.manual_seed(0)
     task, batch = et.classification(network().cuda()), images(64)
-    rows = DenseRows(torch.randn(9, task.layout.numel).cuda(), task.layout)
-    expected = projected(task, batch, rows, engine="reverse")
-    assert off(projected(task, batch, rows, engine="layerwise"), expected) < 1e-5
-    assert off(projected(task, batch, rows, engine="layerwise", precision="bf16"), expected) < 2e-2
+    directions = DenseDirections(torch.randn(9, task.layout.numel).cuda(), task.layout)
+    expected = projected(task, batch, directions, engine="reverse")
+    assert off(projected(task, batch, directions, engine="layerwise"), expected) < 1e-5
+    assert off(projected(task, batch, directions, engine="layerwise", precision="bf16"), expected) < 2e-2
 
 
-def test_rows_stream_from_host_memory(monkeypatch):
+def test_directions_stream_from_host_memory(monkeypatch):
     torch.manual_seed(0)
     task, batch = et.classification(network().cuda()), images(64)
     matrix = torch.randn(9, task.layout.numel)
-    expected = projected(task, batch, DenseRows(matrix.cuda(), task.layout))
+    expected = projected(task, batch, DenseDirections(matrix.cuda(), task.layout))
     monkeypatch.setattr("eigentrace.projection.streamed._SHARE", 0.0)
     for host in (matrix, matrix.pin_memory()):
-        rows = DenseRows(host, task.layout)
+        directions = DenseDirections(host, task.layout)
         with task.session():
-            job = Job.of(task, "losses", rows, True)
+            job = Job.of(task, "losses", directions, True)
             found = [p.features for _, p in project(job, as_data([batch] * 3))]  # later batches know what comes next
         for features in found:
             assert off([features], expected[:1]) < 1e-5
@@ -254,15 +254,15 @@ def test_rows_stream_from_host_memory(monkeypatch):
 def test_running_out_of_memory_halves_the_batch_and_loses_nothing():
     torch.manual_seed(0)
     task, batch = et.classification(network().cuda()), images(4096)
-    rows = DenseRows(torch.randn(9, task.layout.numel).cuda(), task.layout)
-    expected = projected(task, batch, rows, batch="data")
+    directions = DenseDirections(torch.randn(9, task.layout.numel).cuda(), task.layout)
+    expected = projected(task, batch, directions, batch="data")
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     allowed = (torch.cuda.memory_allocated() + 1.2 * 2**30) / total
     try:
         torch.cuda.set_per_process_memory_fraction(allowed)
         with task.session():
-            job = Job.of(task, "losses", rows, True, et.Compute(memory=2**26))
+            job = Job.of(task, "losses", directions, True, et.Compute(memory=2**26))
             ((_, found),) = project(job, as_data([batch]))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -275,12 +275,12 @@ def test_the_batch_grows_to_what_fits():
     torch.manual_seed(0)
     task = et.classification(network().cuda())
     data = et.Data(torch.utils.data.TensorDataset(*images(3000)), batch_size=16)
-    rows = DenseRows(torch.randn(9, task.layout.numel).cuda(), task.layout)
+    directions = DenseDirections(torch.randn(9, task.layout.numel).cuda(), task.layout)
     with task.session():
         sizes, features = [], []
-        for batch, found in project(Job.of(task, "losses", rows), data):
+        for batch, found in project(Job.of(task, "losses", directions), data):
             sizes.append(len(batch))
             features.append(found.features)
-        small = [f.features for _, f in project(Job.of(task, "losses", rows, compute=et.Compute(batch=16)), data)]
+        small = [f.features for _, f in project(Job.of(task, "losses", directions, compute=et.Compute(batch=16)), data)]
     assert max(sizes) > 16
     assert off([torch.cat(features)], [torch.cat(small)]) < 1e-5

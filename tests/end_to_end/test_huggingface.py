@@ -8,7 +8,7 @@ import eigentrace as et
 from eigentrace.curvature.operator import Curvature
 from eigentrace.data import as_data
 from eigentrace.projection import Job, project
-from eigentrace.projection.directions import DenseRows
+from eigentrace.projection.directions import DenseDirections
 from eigentrace.projection.forward import forward
 from eigentrace.projection.reverse import one_by_one
 from tests.helpers.hugging_face import MAKERS, bert, gpt2, marian, t5, transformers
@@ -102,9 +102,9 @@ def test_padding_embeddings_are_constant_in_every_engine():
     # would move it: 2% off in the shared embedding.
     make, model, batch = marian()
     task = make(model.double())
-    rows = DenseRows(torch.randn(4, task.layout.numel, dtype=torch.float64), task.layout)
+    directions = DenseDirections(torch.randn(4, task.layout.numel, dtype=torch.float64), task.layout)
     with task.session():
-        a, b = (engine(Job(task, task.losses, rows), batch, 7).features for engine in (forward, one_by_one))
+        a, b = (engine(Job(task, task.losses, directions), batch, 7).features for engine in (forward, one_by_one))
     assert torch.allclose(a, b, rtol=1e-8)
 
 
@@ -142,10 +142,10 @@ def test_adapters_have_rules(family, targets, dora):
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)  # they start at zero, where half of the gradients are
     task = make(model.double())
-    rows = DenseRows(torch.randn(5, task.layout.numel, dtype=torch.float64), task.layout)
+    directions = DenseDirections(torch.randn(5, task.layout.numel, dtype=torch.float64), task.layout)
     with task.session():
         found, expected = (
-            next(project(Job.of(task, "losses", rows, True, et.Compute(engine=engine)), as_data([batch])))[1]
+            next(project(Job.of(task, "losses", directions, True, et.Compute(engine=engine)), as_data([batch])))[1]
             for engine in ("layerwise", "reverse")
         )
     assert torch.allclose(found.features, expected.features, rtol=1e-8)

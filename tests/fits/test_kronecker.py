@@ -8,7 +8,7 @@ import eigentrace as et
 from eigentrace.data import as_data
 from eigentrace.fits import kronecker
 from eigentrace.fits.kronecker import eigenbases, energies, estimates, leading
-from eigentrace.projection.directions import DenseRows, matrix_shape
+from eigentrace.projection.directions import DenseDirections, matrix_shape
 from eigentrace.projection.engine import Compute
 from tests.helpers.checking import Net, gap, numbers, one_at_a_time, wavy, weight
 
@@ -41,9 +41,9 @@ def task():
     return et.Task(network(), wavy)
 
 
-def no_rows(task, count=0):
-    rows = torch.linalg.qr(numbers(task.layout.numel, max(count, 1)))[0].T[:count]
-    return DenseRows(rows.contiguous(), task.layout)
+def orthonormal(task, count=0):
+    matrix = torch.linalg.qr(numbers(task.layout.numel, max(count, 1)))[0].T[:count]
+    return DenseDirections(matrix.contiguous(), task.layout)
 
 
 def turned(task, gradients, bases, name):  # (N, r, s)
@@ -98,7 +98,7 @@ def test_bases_diagonalise_the_covariances():
 def test_energies_are_those_of_written_gradients(task, memory):
     data, compute = batches(), Compute(memory=memory)
     gradients, _ = one_at_a_time(task, data)
-    kept = no_rows(task, 3)
+    kept = orthonormal(task, 3)
     with task.session():
         bases = eigenbases(task, as_data(data), compute)
         found = energies(task, as_data(data), bases, kept, compute)
@@ -118,7 +118,7 @@ def test_energies_fall_faster_than_in_the_natural_basis():
     data = as_data([(numbers(200, 4) @ mixing + 0.1 * numbers(200, 12),)])
     with task.session():
         bases = eigenbases(task, data, Compute())
-        rotated, natural = (energies(task, data, b, no_rows(task), Compute()).sums["a.weight"] for b in (bases, {}))
+        rotated, natural = (energies(task, data, b, orthonormal(task), Compute()).sums["a.weight"] for b in (bases, {}))
     share = [float(s.flatten().sort(descending=True).values[:12].sum() / s.sum()) for s in (rotated, natural)]
     assert share[0] > 1.5 * share[1]
 
@@ -136,7 +136,7 @@ def test_only_leading_columns_are_looked_at(task, monkeypatch):
     gradients, _ = one_at_a_time(task, batches_of(data))
     with task.session():
         bases = eigenbases(task, data, Compute())
-        found = energies(task, data, bases, no_rows(task), Compute())
+        found = energies(task, data, bases, orthonormal(task), Compute())
     assert bases["c.weight"][1].shape == (18, 2)
     for name, sums in found.sums.items():
         expected = turned(task, gradients, bases, name).square().sum(dim=0)
@@ -162,7 +162,7 @@ def test_models_without_any_rule_keep_their_natural_basis():
     gradients, _ = one_at_a_time(task, data)
     with task.session():
         assert eigenbases(task, as_data(data), Compute()) == {}
-        found = energies(task, as_data(data), {}, no_rows(task), Compute())
+        found = energies(task, as_data(data), {}, orthonormal(task), Compute())
     assert torch.allclose(found.sums["r.weight"].flatten(), gradients.square().sum(dim=0))
 
 
@@ -172,17 +172,17 @@ def test_candidates_are_where_the_residual_energy_is(task, off):
     gradients, _ = one_at_a_time(task, batches_of(data))
     # Kept: the leading directions of the gradients, as curvature would find them, a little off.
     V = torch.linalg.svd(gradients, full_matrices=False)[2][:8]
-    kept = DenseRows(torch.linalg.qr((V + off * numbers(*V.shape)).T)[0].T.contiguous(), task.layout)
+    kept = DenseDirections(torch.linalg.qr((V + off * numbers(*V.shape)).T)[0].T.contiguous(), task.layout)
     with task.session():
         found = energies(task, data, eigenbases(task, data, Compute()), kept, Compute())
-        rows = leading(found, kept, torch.arange(8), 60)
+        directions = leading(found, kept, torch.arange(8), 60)
     residual = gradients - gradients @ kept.matrix.T @ kept.matrix
     every = torch.cat([turned(task, residual, found.bases, n).square().sum(dim=0).flatten() for n in task.layout.names])
     if not off:  # singular vectors do not correlate with what is left: the estimate is exact
         estimated = estimates(found, kept, torch.arange(8))
         flat = torch.cat([estimated[name].flatten() for name in task.layout.names])
         assert torch.allclose(flat, every, atol=1e-9 * float(every.max()))
-    chosen = (residual @ rows.dense(0, 60).T).square().sum(dim=0)
+    chosen = (residual @ directions.dense(0, 60).T).square().sum(dim=0)
     best = every.sort(descending=True).values[:20].sum()
     assert chosen.sort(descending=True).values[:20].sum() > 0.95 * best
 
@@ -190,11 +190,11 @@ def test_candidates_are_where_the_residual_energy_is(task, off):
 def test_more_than_there_are_gives_all(task):
     data = as_data(batches())
     with task.session():
-        found = energies(task, data, eigenbases(task, data, Compute()), no_rows(task), Compute())
-    rows = leading(found, no_rows(task), torch.arange(0), 10**6)
-    whole = rows.dense(0, rows.count)
-    assert rows.count == task.layout.numel
-    assert torch.allclose(whole @ whole.T, torch.eye(rows.count).double(), atol=1e-12)
+        found = energies(task, data, eigenbases(task, data, Compute()), orthonormal(task), Compute())
+    directions = leading(found, orthonormal(task), torch.arange(0), 10**6)
+    whole = directions.dense(0, directions.count)
+    assert directions.count == task.layout.numel
+    assert torch.allclose(whole @ whole.T, torch.eye(directions.count).double(), atol=1e-12)
 
 
 def test_where_float32_gives_up_float64_diagonalises(monkeypatch):

@@ -40,7 +40,7 @@ def fits(cases):
 def parts(fitted, keep=K):
     """G, S⊥ and λ of a fit, written out."""
     G = fitted.eigenpairs.directions[:keep]
-    S = fitted.coordinates.rows.dense(0, fitted.coordinates.count)
+    S = fitted.coordinates.directions.dense(0, fitted.coordinates.count)
     return G, S - S @ G.T @ G, fitted.eigenpairs.spectrum.eigenvalues[:keep].clamp_min(0)
 
 
@@ -258,8 +258,8 @@ def test_what_cannot_be_stored_says_why(cases, fits):
         fitted.distill(tail=None).stored()
     with pytest.raises(InputError, match="holds 12 coordinates, so 13 are too many"):
         fitted.stored(coordinates=13)
-    rows = et.RandProj(4).fit(case.task, case.batches)
-    for ask in (rows.stored, lambda: rows.with_coordinates(case.batches)):
+    projected = et.RandProj(4).fit(case.task, case.batches)
+    for ask in (projected.stored, lambda: projected.with_coordinates(case.batches)):
         with pytest.raises(UnsupportedError, match="RandProj keeps no eigenpairs"):
             ask()
     assert fitted.stored().distill(tail=None).cut == fitted.distill(tail=None).cut
@@ -278,9 +278,9 @@ def test_features_of_another_shape_are_refused(cases, fits):
         stored.unstored().self_from_features(phi[:, :K])
     with pytest.raises(InputError, match="one squared gradient norm"):
         stored.self_from_features(phi, torch.ones(3))
-    rows = et.RandProj(4).fit(case.task, case.batches)
-    psi = rows.features(case.batches)
-    assert relative(rows.from_features(psi, psi), rows.influence(case.batches, case.batches)) < 1e-8
+    projected = et.RandProj(4).fit(case.task, case.batches)
+    psi = projected.features(case.batches)
+    assert relative(projected.from_features(psi, psi), projected.influence(case.batches, case.batches)) < 1e-8
     assert stored.from_features(phi[:0], phi[:1]).shape == (1, 0)
     assert stored.from_features(phi, phi[:1]).shape == (1, len(phi))
 

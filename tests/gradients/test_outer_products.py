@@ -75,10 +75,10 @@ def tol(form):
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_everything_agrees_with_writing_out(outer, budget):
-    whole, rows = by_hand(outer), torch.randn(4, outer.numel, dtype=torch.float64)
+    whole, directions = by_hand(outer), torch.randn(4, outer.numel, dtype=torch.float64)
     index = torch.randint(0, max(outer.numel, 1), (7 if outer.numel else 0,))
     close(outer.write(0, outer.examples), whole)
-    close(outer.dot(rows, budget), whole @ rows.T)
+    close(outer.dot(directions, budget), whole @ directions.T)
     close(outer.pick(index), whole[:, index])
     close(outer.square_norms(budget), whole.square().sum(dim=1))
 
@@ -87,29 +87,29 @@ def test_everything_agrees_with_writing_out(outer, budget):
 @pytest.mark.parametrize("name", [name for name in OUTERS if not name.startswith("no ")])
 def test_materialising_contracting_and_inner_products_agree(name, budget):
     outer = OUTERS[name]()
-    whole, rows = by_hand(outer), torch.randn(4, outer.numel, dtype=torch.float64)
-    close(outer._materialise(rows, budget), whole @ rows.T)
+    whole, directions = by_hand(outer), torch.randn(4, outer.numel, dtype=torch.float64)
+    close(outer._materialise(directions, budget), whole @ directions.T)
     if outer.groups == 1:
-        close(outer._contract(rows, budget), whole @ rows.T)
+        close(outer._contract(directions, budget), whole @ directions.T)
     close(outer.inner(outer, budget), whole.square().sum(dim=1), tol(outer))
 
 
-def test_rows_are_left_alone(outer):
-    rows = torch.randn(4, outer.numel, dtype=torch.float64)
-    before = rows.clone()
+def test_directions_are_left_alone(outer):
+    directions = torch.randn(4, outer.numel, dtype=torch.float64)
+    before = directions.clone()
     for how in ("dot", "_materialise", "_contract", "_look_up"):
         fits = how == "dot" or (outer.numel and outer.left.tokens and (outer.groups == 1 or how == "_materialise"))
         if fits and (how != "_look_up" or isinstance(outer.left, OneHot)):
-            getattr(outer, how)(rows, 2**20)
-            getattr(outer, how)(rows, 1)
-    assert torch.equal(rows, before)
+            getattr(outer, how)(directions, 2**20)
+            getattr(outer, how)(directions, 1)
+    assert torch.equal(directions, before)
 
 
-def test_rows_in_any_layout():
+def test_directions_in_any_layout():
     outer = OUTERS["wide left"]()
-    rows = torch.randn(outer.numel, 4, dtype=torch.float64).T
+    directions = torch.randn(outer.numel, 4, dtype=torch.float64).T
     wider = torch.randn(4, outer.numel + 7, dtype=torch.float64)[:, 3:-4]
-    for matrix in (rows, wider):
+    for matrix in (directions, wider):
         for how in (outer.dot, outer._contract, outer._materialise):
             close(how(matrix, 100), by_hand(outer) @ matrix.T)
 
@@ -125,8 +125,8 @@ def test_transposed(name):
     turned = outer.transposed()
     expected = by_hand(outer).unflatten(1, (outer.left.width, outer.right.width)).transpose(1, 2).flatten(1)
     close(turned.write(0, turned.examples), expected)
-    rows = torch.randn(2, outer.numel, dtype=torch.float64)
-    close(turned.dot(rows, 1000), expected @ rows.T)
+    directions = torch.randn(2, outer.numel, dtype=torch.float64)
+    close(turned.dot(directions, 1000), expected @ directions.T)
     close(turned.square_norms(1000), expected.square().sum(dim=1))
 
 
@@ -136,8 +136,8 @@ def test_rotated_coordinates(name, sides):
     outer = OUTERS[name]()
     left = torch.randn(outer.left.width, 3, dtype=torch.float64) if "left" in sides else None
     right = torch.randn(outer.right.width, 4, dtype=torch.float64) if "right" in sides else None
-    rows, columns = (outer.left.width if left is None else 3), (outer.right.width if right is None else 4)
-    pairs = torch.stack([torch.randint(0, rows, (9,)), torch.randint(0, columns, (9,))])
+    height, width = (outer.left.width if left is None else 3), (outer.right.width if right is None else 4)
+    pairs = torch.stack([torch.randint(0, height, (9,)), torch.randint(0, width, (9,))])
     gradients = by_hand(outer).unflatten(1, (outer.left.width, outer.right.width))
     turned = gradients if left is None else left.T @ gradients
     turned = turned if right is None else turned @ right
@@ -176,19 +176,19 @@ def test_products_between_uses_of_one_matrix(first, second, budget):
 def test_chunks_of_any_size(examples, tokens, left, right, count, budget):
     torch.manual_seed(0)
     outer = Outer(dense(left, tokens, examples=examples), dense(right, tokens, examples=examples), examples)
-    rows = torch.randn(count, left * right, dtype=torch.float64)
+    directions = torch.randn(count, left * right, dtype=torch.float64)
     whole = by_hand(outer)
     for how in (outer.dot, outer._contract, outer._materialise):
-        close(how(rows, budget), whole @ rows.T)
+        close(how(directions, budget), whole @ directions.T)
     close(outer.square_norms(budget), whole.square().sum(dim=1))
 
 
 @pytest.mark.parametrize("name", ["wide left", "many tokens", "lookup", "groups", "convolution"])
-def test_rows_in_bfloat16(name):
+def test_directions_in_bfloat16(name):
     exact = OUTERS[name]()
-    rows = torch.randn(4, exact.numel).bfloat16()
-    features = exact.dot(rows, 10_000)
-    expected = by_hand(exact) @ rows.double().T
+    directions = torch.randn(4, exact.numel).bfloat16()
+    features = exact.dot(directions, 10_000)
+    expected = by_hand(exact) @ directions.double().T
     assert features.dtype == torch.float32
     assert (features - expected).norm() < 2e-2 * expected.norm()
 
@@ -201,12 +201,12 @@ def test_written_forms_are_never_written_out_at_once():
         return value[start:stop]
 
     form = Written(write, 10, bytes_each=48)
-    rows = torch.randn(4, 6, dtype=torch.float64)
-    close(form.dot(rows, budget=300), value @ rows.T)
+    directions = torch.randn(4, 6, dtype=torch.float64)
+    close(form.dot(directions, budget=300), value @ directions.T)
     close(form.square_norms(budget=300), value.square().sum(dim=1))
     assert max(asked) == 300 // (2 * 48)
     close(form.pick(torch.tensor([1, 1, 5])), value[:, [1, 1, 5]])
-    close(form.dot(rows, budget=1), value @ rows.T)
+    close(form.dot(directions, budget=1), value @ directions.T)
 
 
 def test_products_of_tokens_know_lookups():

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from eigentrace import Task
 from eigentrace.projection.directions import none
 from eigentrace.projection.engine import Compute
-from tests.helpers.checking import Net, check, numbers, run, some_rows, wavy, weight
+from tests.helpers.checking import Net, check, numbers, run, some_directions, wavy, weight
 
 AUTO = Compute(engine="auto")
 
@@ -303,9 +303,9 @@ def test_an_addition_in_place():
 # the numbers are right; the layers concerned may go by another engine or not.
 
 
-def right(function, members, data, concerned, compute=AUTO, rows=some_rows):
+def right(function, members, data, concerned, compute=AUTO, directions=some_directions):
     """Check the numbers, and that no layer but those concerned ("" for bare parameters) went by another engine."""
-    task = check(Net(function, **members), data, without=None, compute=compute, rows=rows)
+    task = check(Net(function, **members), data, without=None, compute=compute, directions=directions)
     assert {name.rpartition(".")[0] for name in task.coverage.without_rule} <= set(concerned)
 
 
@@ -349,10 +349,10 @@ LATER = {
 }
 
 
-@pytest.mark.parametrize("rows", [some_rows, none])
+@pytest.mark.parametrize("directions", [some_directions, none])
 @pytest.mark.parametrize("lengths", LATER)
 @pytest.mark.parametrize("sort", SORTS)
-def test_sorted_by_length_inside(request, sort, lengths, rows):
+def test_sorted_by_length_inside(request, sort, lengths, directions):
     # As models do that pack sequences. Examples of equal length stay where they are, so planning may see nothing.
     if (sort, lengths) == ("by a matrix", "in the third batch"):
         reason = "no index to follow, nothing read out, and the third batch is not audited: docs/limitations.md"
@@ -363,7 +363,7 @@ def test_sorted_by_length_inside(request, sort, lengths, rows):
         return self.b(SORTS[sort](self.a(SORTS[sort](x, order)).tanh(), order.argsort()))
 
     data = [(numbers(4, 2, 3), torch.tensor(n)) for n in LATER[lengths]]
-    right(forward, linears(3, 4, 2), data, {"a", "b"}, rows=rows)
+    right(forward, linears(3, 4, 2), data, {"a", "b"}, directions=directions)
 
 
 class Picked(torch.autograd.Function):
@@ -394,10 +394,10 @@ UNPADDED = {
 }
 
 
-@pytest.mark.parametrize("rows", [some_rows, none])
+@pytest.mark.parametrize("directions", [some_directions, none])
 @pytest.mark.parametrize("lengths", LATER)
 @pytest.mark.parametrize("way", UNPADDED)
-def test_padding_taken_out(way, lengths, rows):
+def test_padding_taken_out(way, lengths, directions):
     def forward(self, x, length):
         valid = torch.arange(x.shape[1]) < length[:, None]
         h = (self.a(UNPADDED[way](x, length, valid)).tanh() * self.p).sum(dim=-1)
@@ -406,7 +406,7 @@ def test_padding_taken_out(way, lengths, rows):
 
     data = [(numbers(4, 4, 3), torch.tensor(n)) for n in LATER[lengths]]
     members = {"a": nn.Linear(3, 4), "p": weight(4), "b": nn.Linear(1, 2)}
-    right(forward, members, data, {"a", "", "b"}, rows=rows)
+    right(forward, members, data, {"a", "", "b"}, directions=directions)
 
 
 @pytest.mark.parametrize(
@@ -504,4 +504,4 @@ def test_an_error_of_the_model_is_not_swallowed():
 
     task = Task(Net(forward, **linears(3, 2)), wavy)
     with pytest.raises(ValueError, match="three is too many"):
-        run(task, examples(3, sizes=(4,)), some_rows(task.layout))
+        run(task, examples(3, sizes=(4,)), some_directions(task.layout))

@@ -10,7 +10,7 @@ import eigentrace as et
 from eigentrace.data import as_data
 from eigentrace.data.batch import length_of, select
 from eigentrace.projection import Job, Projection, project
-from eigentrace.projection.directions import DenseRows, Rows, StackedRows, UnitRows
+from eigentrace.projection.directions import CoordinateDirections, DenseDirections, Directions, StackedDirections
 from eigentrace.projection.engine import Compute
 
 EXACT = 1e-10
@@ -46,10 +46,10 @@ def wavy(model: nn.Module, batch: Any) -> Tensor:  # (B,)
     return (output * slopes + slopes).sin().sum(dim=1)
 
 
-def some_rows(layout: Any, count: int = 4) -> Rows:
-    """Dense rows and single coordinates side by side."""
-    dense = DenseRows(torch.randn(count, layout.numel, dtype=layout.dtype), layout)
-    return StackedRows((dense, UnitRows(torch.randint(0, layout.numel, (count,)), layout)))
+def some_directions(layout: Any, count: int = 4) -> Directions:
+    """Dense directions and single coordinates side by side."""
+    dense = DenseDirections(torch.randn(count, layout.numel, dtype=layout.dtype), layout)
+    return StackedDirections((dense, CoordinateDirections(torch.randint(0, layout.numel, (count,)), layout)))
 
 
 def one_at_a_time(task: et.Task, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:  # (N, P), (N,)
@@ -57,7 +57,7 @@ def one_at_a_time(task: et.Task, batches: Iterable[Any]) -> tuple[Tensor, Tensor
     own = dict(task.model.named_parameters())
     chosen = [own[name] for name in task.layout.names]
     wanted = [p.requires_grad for p in chosen]
-    rows, losses = [], []
+    gradients, losses = [], []
     with task.session(), torch.enable_grad():
         for p in chosen:
             p.requires_grad_()
@@ -69,10 +69,10 @@ def one_at_a_time(task: et.Task, batches: Iterable[Any]) -> tuple[Tensor, Tensor
                 if not loss.requires_grad:
                     loss = loss + 0 * chosen[0].sum()
                 found = torch.autograd.grad(loss, chosen, materialize_grads=True)
-                rows.append(torch.cat([g.reshape(g.numel()).to(task.layout.dtype) for g in found]))
+                gradients.append(torch.cat([g.reshape(g.numel()).to(task.layout.dtype) for g in found]))
     for p, flag in zip(chosen, wanted, strict=True):
         p.requires_grad_(flag)
-    return torch.stack(rows), torch.stack(losses)
+    return torch.stack(gradients), torch.stack(losses)
 
 
 def joined(found: Sequence[Projection]) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -80,9 +80,9 @@ def joined(found: Sequence[Projection]) -> tuple[Tensor, Tensor | None, Tensor]:
     return torch.cat([f.features for f in found]), squares, torch.cat([f.losses for f in found])
 
 
-def run(task: et.Task, batches: Any, rows: Rows, norms: bool = True, compute: Compute = LAYERWISE):
+def run(task: et.Task, batches: Any, directions: Directions, norms: bool = True, compute: Compute = LAYERWISE):
     with task.session():
-        found = [p for _, p in project(Job.of(task, "losses", rows, norms, compute), as_data(batches))]
+        found = [p for _, p in project(Job.of(task, "losses", directions, norms, compute), as_data(batches))]
     return joined(found)
 
 
@@ -98,13 +98,13 @@ def compare(
     batches: Any,
     *,
     without: Iterable[str] | None = (),
-    rows: Callable[[Any], Rows] = some_rows,
+    directions: Callable[[Any], Directions] = some_directions,
     norms: bool = True,
     compute: Compute = LAYERWISE,
     tol: float = EXACT,
 ) -> None:
     """Compare features, squared norms and losses, and (unless None) which parameters went by another engine."""
-    made = rows(task.layout)
+    made = directions(task.layout)
     gradients, losses = one_at_a_time(task, batches)
     features, squares, values = run(task, batches, made, norms, compute)
     assert gap(features, gradients @ made.dense(0, made.count).T) < tol

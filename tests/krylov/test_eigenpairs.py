@@ -1,4 +1,4 @@
-"""From a Krylov basis to rows and weights."""
+"""From a Krylov basis to directions and weights."""
 
 import dataclasses
 
@@ -31,34 +31,34 @@ def test_the_largest_magnitudes_are_kept_whatever_their_sign():
     assert torch.allclose(A @ found.directions.T, found.directions.T * found.spectrum.eigenvalues, atol=1e-12)
 
 
-def test_rows_are_orthonormal_and_signs_deterministic():
+def test_directions_are_orthonormal_and_signs_deterministic():
     _, found = distilled([8.0, 5.0, 3.0, 2.0, 1.0, 0.5, 0.2], keep=5)
     G = found.directions
     assert torch.allclose(G @ G.T, torch.eye(5).double(), atol=1e-12)
     assert (G.gather(1, G.abs().argmax(dim=1, keepdim=True)) > 0).all()
 
 
-def test_rows_from_a_bf16_basis_are_orthonormal_again():
+def test_directions_from_a_bf16_basis_are_orthonormal_again():
     values = [0.9**i for i in range(60)]
     A = matrix(values, torch.float32)
     krylov = lanczos(A.matmul, torch.randn(60), 40, basis=Basis(dtype="bf16"))
     G = top_eigenpairs(krylov, 10).directions
     assert G.dtype == torch.bfloat16
-    # Rounding each row once more: its length by up to 2⁻⁹, its angles by much less.
+    # Rounding each direction once more: its length by up to 2⁻⁹, its angles by much less.
     assert (G.double() @ G.double().T - torch.eye(10)).abs().max() < 2**-8
 
 
-def test_the_correction_makes_rows_orthonormal():
+def test_the_correction_makes_directions_orthonormal():
     W, C = torch.randn(6, 30, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
-    rows = _orthonormal(C, W @ W.T) @ W
-    assert torch.allclose(rows @ rows.T, torch.eye(4).double(), atol=1e-12)
+    directions = _orthonormal(C, W @ W.T) @ W
+    assert torch.allclose(directions @ directions.T, torch.eye(4).double(), atol=1e-12)
     Q = torch.linalg.qr(torch.randn(30, 6, dtype=torch.float64))[0].T
     eye = torch.eye(6).double()
     assert torch.equal(_orthonormal(eye, Q @ Q.T), eye)  # nothing to correct
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_rows_follow_the_basis_and_take_its_place(dtype):
+def test_directions_follow_the_basis_and_take_its_place(dtype):
     A = matrix([0.8**i for i in range(80)], torch.float32)
     krylov = lanczos(A.matmul, torch.randn(80), 30, basis=Basis(dtype=dtype))
     stored = krylov.vectors.store.dtype
@@ -84,14 +84,14 @@ VALUES = torch.tensor([8.0, -4.0, 2.0, 0.5], dtype=torch.float64)
 
 def test_truncated_weights_are_inverse_eigenvalues():
     weights = weigh(VALUES, Cut(3, None, False))
-    assert torch.equal(weights.row, 1 / VALUES[:3])
+    assert torch.equal(weights.direction, 1 / VALUES[:3])
     assert (weights.identity, weights.delta) == (0.0, None)
 
 
 def test_positive_only_drops_after_taking_the_top():
     weights = weigh(VALUES, Cut(3, None, True))
     assert weights.index.tolist() == [0, 2]
-    assert torch.equal(weights.row, 1 / VALUES[[0, 2]])
+    assert torch.equal(weights.direction, 1 / VALUES[[0, 2]])
     with pytest.raises(NumericalError, match="positive_only=True leaves nothing"):
         weigh(torch.tensor([-3.0, -1.0]), Cut(2, None, True))
 
@@ -101,7 +101,7 @@ def test_the_tail_is_the_smallest_kept_eigenvalue_with_a_floor():
     assert weights.delta == 0.5
     assert weights.identity == 2.0
     # on a kept direction the two terms add up to 1/(λ+δ), negative λ counted as 0
-    assert torch.allclose(weights.row + weights.identity, 1 / (VALUES.clamp_min(0) + 0.5))
+    assert torch.allclose(weights.direction + weights.identity, 1 / (VALUES.clamp_min(0) + 0.5))
     assert weigh(VALUES, Cut(2, "auto", False)).delta == 4.0
     assert weigh(torch.tensor([10.0, 1e-9]), Cut(2, "auto", False)).delta == pytest.approx(1e-3)
     assert weigh(VALUES, Cut(4, 0.25, False)).delta == 0.25
@@ -113,12 +113,12 @@ def test_a_stored_or_shaped_tail_weighs_its_coordinates():
     for tail, inverse in (("auto", [2.0, 2.0]), ("shaped", [1 / 3.5, 2.0])):
         stored = weigh(VALUES, Cut(4, tail, False, stored=True), energies)
         assert (stored.identity, stored.delta) == (0.0, 0.5)
-        assert torch.allclose(stored.row, kept)
+        assert torch.allclose(stored.direction, kept)
         assert torch.allclose(stored.coordinate, torch.tensor(inverse).double())
     # with the identity beside them, what lies along a coordinate adds up to the same
     shaped = weigh(VALUES, Cut(4, "shaped", False), energies)
     assert torch.allclose(shaped.coordinate + shaped.identity, 1 / (energies + 0.5))
-    assert torch.allclose(shaped.row + shaped.identity, kept)
+    assert torch.allclose(shaped.direction + shaped.identity, kept)
     assert not len(weigh(VALUES, Cut(4, "auto", False), energies).coordinate)  # a flat, whole tail needs none
     assert weigh(VALUES, Cut(4, "shaped", False, delta=0.1), energies).delta == 0.1
 
@@ -129,7 +129,7 @@ def test_delta_where_curvature_is_negative_or_at_rounding_level():
     assert weigh(torch.tensor([8.0, -2.0]), Cut(2, "auto", True)).delta == 2.0
     # Nothing but negative curvature: all directions count as flat, and the score is the gradients' product over δ.
     flat = weigh(torch.tensor([-3.0, -1.0]), Cut(2, "auto", False))
-    assert flat.row.abs().max() == 0
+    assert flat.direction.abs().max() == 0
     assert flat.identity == 1.0
     # The floor follows |λ₁|, a negative one too.
     assert weigh(torch.tensor([-10.0, 1e-12]), Cut(2, "auto", False)).delta == pytest.approx(1e-3)

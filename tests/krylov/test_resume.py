@@ -86,7 +86,7 @@ def data_of(size=60):
 
 def eigenpairs(fitted):
     (block,) = fitted.blocks
-    return digest(fitted.spectrum.eigenvalues, fitted.spectrum.residuals, block.rows.matrix, block.weights)
+    return digest(fitted.spectrum.eigenvalues, fitted.spectrum.residuals, block.directions.matrix, block.weights)
 
 
 class Events:

@@ -120,7 +120,7 @@ def left_out(case: Case, fitted: Any, ridge: float = 1e-2) -> Tensor:
 
     def logit(c: int) -> Tensor:
         found = dense_gradients(case.task, case.batches, lambda m, b: m(b[0])[:, c] - m(b[0]).mean(dim=1))
-        return found @ fitted.described.rows.matrix.T
+        return found @ fitted.described.directions.matrix.T
 
     psi = F.normalize(torch.cat([logit(c) for c in range(classes)], dim=1))
     targets = F.one_hot(labels, classes).double() - 1 / classes
@@ -370,7 +370,7 @@ def test_features_give_the_score(cases, fits, name):
     case = cases["mlp"]
     fitted = fits(name)
     if not fitted.can.features:
-        assert not any(term.block.rows.count for term in fitted.terms())
+        assert not any(term.block.directions.count for term in fitted.terms())
         return
     if fitted.can.distill:
         fitted = fitted.distill(tail=None)

@@ -115,14 +115,14 @@ def test_part_of_the_training_set_is_held_against_the_whole(model, batch):
     assert torch.allclose(fitted.self_influence(part), fitted.self_influence(batch)[5:9], atol=1e-12)
 
 
-def dense_left_out(task, batches, rows, ridge):
+def dense_left_out(task, batches, directions, ridge):
     """Regress again for every example, without it."""
     classes, count = 3, sum(len(b[1]) for b in batches)
     labels = torch.cat([b[1] for b in batches])
     psi = []
     for c in range(classes):
         logit = dense_gradients(task, batches, lambda m, b, c=c: m(b[0])[:, c] - m(b[0]).mean(dim=1))
-        psi.append(logit @ rows.T)
+        psi.append(logit @ directions.T)
     psi = F.normalize(torch.cat(psi, dim=1))
     targets = F.one_hot(labels, classes).double() - 1 / classes
     scores = []
@@ -140,7 +140,7 @@ def test_tangent_ridge_is_a_regression_without_the_example(cases, ridge):
     case = cases["mlp"]
     task = et.classification(case.task.model)
     fitted = et.TangentRidge(keep=7, ridge=ridge, seed=3).fit(task, case.batches)
-    expected = dense_left_out(task, case.batches, fitted.described.rows.matrix, ridge)
+    expected = dense_left_out(task, case.batches, fitted.described.directions.matrix, ridge)
     assert torch.allclose(fitted.self_influence(case.batches), expected, atol=1e-9)
 
 

@@ -75,7 +75,7 @@ CHANGES = [leave_alone, flip, flip_later, hide, replace_layer, other_forward, fr
 
 
 def asked(fitted, data, compute=None):
-    """Return what a fit projects, or norms where it keeps no rows."""
+    """Return what a fit projects, or norms where it keeps no directions."""
     if fitted.method["name"] == "TracIn":
         return fitted.self_influence(data, compute=compute)
     return fitted.features(data, compute=compute)

@@ -9,20 +9,22 @@ from eigentrace.data import as_data
 from eigentrace.errors import EigentraceWarning
 from eigentrace.projection import Job, project
 from eigentrace.projection import compiled_pass as compiling
-from tests.helpers.checking import Net, numbers, some_rows, weight
+from tests.helpers.checking import Net, numbers, some_directions, weight
 from tests.helpers.models import CASES
 
 
-def features(task, batches, rows, **settings):
+def features(task, batches, directions, **settings):
     with task.session():
-        job = Job.of(task, "losses", rows, True, et.Compute(engine="layerwise", **settings))
+        job = Job.of(task, "losses", directions, True, et.Compute(engine="layerwise", **settings))
         found = [p for _, p in project(job, as_data(batches))]
     return torch.cat([f.features for f in found]), torch.cat([f.squares() for f in found])
 
 
 def assert_same(task, batches, tol=1e-10):
-    rows = some_rows(task.layout)
-    for found, expected in zip(features(task, batches, rows, compile=True), features(task, batches, rows), strict=True):
+    directions = some_directions(task.layout)
+    for found, expected in zip(
+        features(task, batches, directions, compile=True), features(task, batches, directions), strict=True
+    ):
         assert (found - expected).norm() <= tol * expected.norm()
 
 
@@ -41,7 +43,7 @@ def test_the_traced_pass_is_the_plain_one(cases, traced, name):
     assert len(traced) == 2  # two shapes of batch, each seen more than once
 
 
-def test_products_with_rows_stay_single_calls(cases, traced):
+def test_products_with_directions_stay_single_calls(cases, traced):
     case = cases["transformer"]
     assert_same(case.task, [case.batches[0]] * 3)
     (graph,) = traced

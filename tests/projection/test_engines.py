@@ -14,7 +14,7 @@ from eigentrace.data import as_data
 from eigentrace.errors import NumericalError, TaskError, UnsupportedError
 from eigentrace.projection import Job, gradients, in_chunks, project
 from eigentrace.projection import choose as choosing
-from eigentrace.projection.directions import DenseRows, StackedRows, UnitRows
+from eigentrace.projection.directions import CoordinateDirections, DenseDirections, StackedDirections
 from eigentrace.projection.engine import Compute
 from eigentrace.projection.forward import forward
 from eigentrace.projection.reverse import one_by_one, vmapped
@@ -27,10 +27,10 @@ CUDA = torch.cuda.is_available()
 PAIRS = [(name, engine) for name in CASES for engine in ENGINES if (name, engine) != ("recurrent", vmapped)]
 
 
-def make_rows(layout, kind):
-    dense = DenseRows(torch.randn(11, layout.numel, dtype=layout.dtype), layout)
-    unit = UnitRows(torch.randperm(layout.numel)[:6].sort().values, layout)
-    return {"dense": dense, "unit": unit, "stacked": StackedRows((dense, unit, dense))}[kind]
+def make_directions(layout, kind):
+    dense = DenseDirections(torch.randn(11, layout.numel, dtype=layout.dtype), layout)
+    unit = CoordinateDirections(torch.randperm(layout.numel)[:6].sort().values, layout)
+    return {"dense": dense, "unit": unit, "stacked": StackedDirections((dense, unit, dense))}[kind]
 
 
 def run(engine, job, batches):
@@ -43,10 +43,10 @@ def run(engine, job, batches):
 @pytest.mark.parametrize(("name", "engine"), PAIRS)
 def test_features_match_dense_gradients(cases, name, engine, kind):
     case = cases[name]
-    rows = make_rows(case.task.layout, kind)
-    expected = dense_gradients(case.task, case.batches) @ rows.dense(0, rows.count).T
-    features, _ = run(engine, Job(case.task, case.task.losses, rows), case.batches)
-    assert features.shape == (case.num_examples, rows.count)
+    directions = make_directions(case.task.layout, kind)
+    expected = dense_gradients(case.task, case.batches) @ directions.dense(0, directions.count).T
+    features, _ = run(engine, Job(case.task, case.task.losses, directions), case.batches)
+    assert features.shape == (case.num_examples, directions.count)
     assert (features - expected).norm() < EXACT * expected.norm()
 
 
@@ -65,10 +65,10 @@ def attending(device):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_runs_in_bfloat16(engine, device):
     task, batch, expected = attending(torch.device(device))
-    rows = DenseRows(torch.randn(11, task.layout.numel, device=device), task.layout)
+    directions = DenseDirections(torch.randn(11, task.layout.numel, device=device), task.layout)
     with task.session():
-        found = engine(Job(task.in_bf16(), task.in_bf16().losses, rows), batch, 6)
-    wanted = expected @ rows.dense(0, rows.count).double().T
+        found = engine(Job(task.in_bf16(), task.in_bf16().losses, directions), batch, 6)
+    wanted = expected @ directions.dense(0, directions.count).double().T
     assert found.features.dtype == torch.float32
     assert (found.features - wanted).norm() < 5e-2 * wanted.norm()
 
@@ -76,7 +76,7 @@ def test_every_engine_runs_in_bfloat16(engine, device):
 @pytest.mark.parametrize(("name", "engine"), [pair for pair in PAIRS if pair[1] is not forward])
 def test_norms_and_losses_come_along(cases, name, engine):
     case = cases[name]
-    job = Job(case.task, case.task.losses, make_rows(case.task.layout, "unit"), norms=True)
+    job = Job(case.task, case.task.losses, make_directions(case.task.layout, "unit"), norms=True)
     _, found = run(engine, job, case.batches)
     expected = dense_gradients(case.task, case.batches).square().sum(dim=1)
     assert torch.allclose(torch.cat([f.squares() for f in found]), expected, rtol=EXACT)
@@ -87,7 +87,7 @@ def test_norms_and_losses_come_along(cases, name, engine):
 
 def test_chunks_within_a_batch_change_nothing(cases):
     case = cases["conv"]
-    job = Job(case.task, case.task.losses, make_rows(case.task.layout, "dense"))
+    job = Job(case.task, case.task.losses, make_directions(case.task.layout, "dense"))
     whole = [run(engine, job, case.batches)[0] for engine in (vmapped, forward)]
     small = dataclasses.replace(job, compute=Compute(memory=2 * 2 * case.task.layout.numel * 8))
     parts = [run(engine, small, case.batches)[0] for engine in (vmapped, forward)]
@@ -102,7 +102,7 @@ def test_batch_size_does_not_matter(batch_size):
     dataset = TensorDataset(torch.randn(17, 4), torch.randint(0, 3, (17,)))
     fitted = et.RandProj(7).fit(task, dataset)
     alone = fitted.features(et.Data(dataset, batch_size=17))
-    # float32: a sum over rows of a few dozen numbers in another order
+    # float32: a sum over vectors of a few dozen numbers in another order
     assert torch.allclose(fitted.features(et.Data(dataset, batch_size=batch_size)), alone, rtol=1e-4, atol=1e-5)
 
 
@@ -110,9 +110,9 @@ def names(engines):
     return [engine.__name__ for engine in engines]
 
 
-def test_layerwise_comes_first_then_reverse_for_many_rows_and_forward_for_large_models(cases):
+def test_layerwise_comes_first_then_reverse_for_many_directions_and_forward_for_large_models(cases):
     task = cases["mlp"].task
-    few, many = (Job(task, task.losses, make_rows(task.layout, k)) for k in ("unit", "stacked"))
+    few, many = (Job(task, task.losses, make_directions(task.layout, k)) for k in ("unit", "stacked"))
     assert names(choosing.preferred(many)) == ["layerwise", "vmapped", "forward", "one_by_one"]
     tight = dataclasses.replace(few, compute=Compute(memory=1))
     assert names(choosing.preferred(tight)) == ["layerwise", "forward", "vmapped", "one_by_one"]
@@ -125,7 +125,7 @@ def test_layerwise_comes_first_then_reverse_for_many_rows_and_forward_for_large_
 )
 def test_an_engine_can_be_asked_for(cases, engine, order):
     task = cases["mlp"].task
-    job = Job(task, task.losses, make_rows(task.layout, "unit"), compute=Compute(engine=engine))
+    job = Job(task, task.losses, make_directions(task.layout, "unit"), compute=Compute(engine=engine))
     assert names(choosing.preferred(job)) == order
 
 
@@ -144,25 +144,25 @@ class _Branching(nn.Module):
 @pytest.mark.parametrize("name", CASES)
 def test_every_model_is_projected_by_the_chosen_engine(cases, name, norms):
     case = cases[name]
-    rows = make_rows(case.task.layout, "dense")
+    directions = make_directions(case.task.layout, "dense")
     with case.task.session():
-        found = [f for _, f in project(Job(case.task, case.task.losses, rows, norms), as_data(case.batches))]
-    expected = dense_gradients(case.task, case.batches) @ rows.matrix.T
+        found = [f for _, f in project(Job(case.task, case.task.losses, directions, norms), as_data(case.batches))]
+    expected = dense_gradients(case.task, case.batches) @ directions.matrix.T
     assert (torch.cat([f.features for f in found]) - expected).norm() < EXACT * expected.norm()
 
 
 def test_falls_back_when_vmap_cannot_go():
     model = _Branching().double()
     task, batch = et.classification(model), (torch.randn(6, 3).double(), torch.randint(0, 2, (6,)))
-    rows = make_rows(task.layout, "dense")
+    directions = make_directions(task.layout, "dense")
     expected = dense_gradients(task, [batch])
     with task.session():
-        (_, plain), *_ = project(Job(task, task.losses, rows), as_data([batch]))
-        (_, normed), *_ = project(Job(task, task.losses, rows, norms=True), as_data([batch]))
+        (_, plain), *_ = project(Job(task, task.losses, directions), as_data([batch]))
+        (_, normed), *_ = project(Job(task, task.losses, directions, norms=True), as_data([batch]))
         found = torch.cat(list(gradients(Job.of(task, "losses"), as_data([batch]))))
     assert (found - expected).norm() < EXACT * expected.norm()
     for projection in (plain, normed):
-        assert (projection.features - expected @ rows.matrix.T).norm() < EXACT * projection.features.norm()
+        assert (projection.features - expected @ directions.matrix.T).norm() < EXACT * projection.features.norm()
 
 
 def test_no_engine_is_said_with_every_reason():
@@ -175,14 +175,14 @@ def test_no_engine_is_said_with_every_reason():
             raise RuntimeError("needs hardware that is not there")
 
     task, batch = et.classification(Sampled()), (torch.randn(3, 2), torch.zeros(3, dtype=torch.long))
-    job = Job(task, task.losses, make_rows(task.layout, "unit"))
+    job = Job(task, task.losses, make_directions(task.layout, "unit"))
     with task.session(), pytest.raises(UnsupportedError, match=r"vmapped: needs hardware.*one_by_one: needs hardware"):
         list(project(job, as_data([batch])))
 
 
 def test_forward_mode_and_jobs_without_norms_refuse_them(cases):
     task = cases["mlp"].task
-    job = Job(task, task.losses, make_rows(task.layout, "unit"))
+    job = Job(task, task.losses, make_directions(task.layout, "unit"))
     with task.session(), pytest.raises(UnsupportedError, match="no gradient norms"):
         forward(dataclasses.replace(job, norms=True), cases["mlp"].batches[0], 7)
     with task.session(), pytest.raises(UnsupportedError, match=r"Job\(norms=True\)"):
@@ -275,7 +275,7 @@ def test_models_of_two_types_are_projected_in_the_wider_one(types, engine):
     task, data = et.classification(Mixed(*types)), (torch.randn(6, 4), torch.arange(6) % 3)
     fitted = et.RandProj(keep=5).fit(task, data)
     wide, (block,) = task.double(), fitted.blocks
-    expected = dense_gradients(wide, [wide.place(data)]) @ block.rows.dense(0, 5).T
+    expected = dense_gradients(wide, [wide.place(data)]) @ block.directions.dense(0, 5).T
     features = fitted.features(data, compute=Compute(engine=engine))
     assert features.dtype == torch.float64
     assert (features - expected).norm() < 1e-6 * expected.norm()

@@ -15,9 +15,20 @@ from eigentrace.data.batch import map_tensors, select
 from eigentrace.errors import UnsupportedError
 from eigentrace.projection import Job
 from eigentrace.projection import choose as choosing
-from eigentrace.projection.directions import DenseRows
+from eigentrace.projection.directions import DenseDirections
 from eigentrace.projection.engine import Compute
-from tests.helpers.checking import Net, check, compare, gap, numbers, one_at_a_time, run, some_rows, wavy, weight
+from tests.helpers.checking import (
+    Net,
+    check,
+    compare,
+    gap,
+    numbers,
+    one_at_a_time,
+    run,
+    some_directions,
+    wavy,
+    weight,
+)
 
 # Whole models: each a task in float32 and one batch of seven examples.
 
@@ -178,30 +189,30 @@ def test_whole_models_exactly(whole, norms):
 
 def test_whole_models_have_rules_for_everything(whole):
     task, batch = whole
-    run(task, [batch], some_rows(task.layout))
+    run(task, [batch], some_directions(task.layout))
     assert task.coverage.without_rule == {}, str(task.coverage)
 
 
 def test_whole_models_in_float32_in_any_batches(whole):
     task, batch = whole
-    rows = some_rows(task.layout)
-    forward, _, losses = run(task, [batch], rows, False, Compute(engine="forward"))
-    _, squares, _ = run(task, [batch], rows, True, Compute(engine="reverse"))
+    directions = some_directions(task.layout)
+    forward, _, losses = run(task, [batch], directions, False, Compute(engine="forward"))
+    _, squares, _ = run(task, [batch], directions, True, Compute(engine="reverse"))
     for sizes in [(7,), (1, 4, 2)]:
-        found = run(task, cut(batch, *sizes), rows)
+        found = run(task, cut(batch, *sizes), directions)
         for a, b in zip(found, (forward, squares, losses), strict=True):
             assert gap(a, b) < 1e-5
 
 
 def test_whole_models_in_bfloat16_in_any_batches(whole):
     task, batch = whole
-    rows = some_rows(task.layout)
+    directions = some_directions(task.layout)
     low = Compute(engine="layerwise", precision="bf16")
     # Against ordinary gradients of the same rounded model: a ReLU may switch between float32 and bfloat16.
-    expected = run(task, [batch], rows, True, replace(low, engine="reverse"))
-    wholly = run(task, [batch], rows, True, low)
+    expected = run(task, [batch], directions, True, replace(low, engine="reverse"))
+    wholly = run(task, [batch], directions, True, low)
     for sizes in [(7,), (1, 4, 2)]:
-        found = run(task, cut(batch, *sizes), rows, True, low)
+        found = run(task, cut(batch, *sizes), directions, True, low)
         assert all(off(a, b) < 2e-2 for a, b in zip(found, expected, strict=True))
         assert all(off(a, b) < 5e-3 for a, b in zip(found, wholly, strict=True))
 
@@ -216,13 +227,13 @@ def test_the_measurement_has_an_engine_too(name):
     asked = et.Task(
         task.model, lambda m, b: task._loss(m, b) * 0, measurement=lambda m, b: task._loss(m, b).square() + 1
     )
-    rows = some_rows(asked.layout)
+    directions = some_directions(asked.layout)
     gradients, losses = one_at_a_time(task, [batch])
     with asked.session():
-        job = Job.of(asked, "measurements", rows, True, Compute(engine="layerwise"))
+        job = Job.of(asked, "measurements", directions, True, Compute(engine="layerwise"))
         ((_, found),) = choosing.project(job, et.data.as_data([batch]))
     # Some of the models compute their loss in float32, whatever their type.
-    assert gap(found.features, 2 * losses[:, None] * gradients @ rows.dense(0, rows.count).T) < 1e-5
+    assert gap(found.features, 2 * losses[:, None] * gradients @ directions.dense(0, directions.count).T) < 1e-5
     assert gap(found.losses, losses.square() + 1) < 1e-5
 
 
@@ -295,13 +306,15 @@ def test_others_serve_what_has_no_rule_and_only_that(name, norms):
     assert task.coverage.fraction == 1
 
 
-@pytest.mark.parametrize("rows", [lambda layout: DenseRows(torch.randn(1, layout.numel), layout)], ids=["one row"])
+@pytest.mark.parametrize(
+    "directions", [lambda layout: DenseDirections(torch.randn(1, layout.numel), layout)], ids=["one direction"]
+)
 @pytest.mark.parametrize("memory", [1, 2_000, None])
-def test_others_serve_within_any_memory(memory, rows):
+def test_others_serve_within_any_memory(memory, directions):
     model = Net(lambda self, x: self.b(self.r(self.a(x))), a=nn.Linear(3, 2), r=nn.PReLU(2), b=nn.Linear(2, 2))
     compute = Compute(engine="layerwise", memory=memory)
     for norms in (True, False):
-        check(model, [(numbers(5, 3),)], rows=rows, norms=norms, compute=compute, without={"r.weight"})
+        check(model, [(numbers(5, 3),)], directions=directions, norms=norms, compute=compute, without={"r.weight"})
 
 
 def test_encoder_layer_with_its_own_attention():
@@ -379,10 +392,10 @@ def test_autocast_inside_a_model_in_double():
 
 def test_bfloat16_asked_of_a_model_in_double():
     task = et.Task(Net(lambda self, x: self.b(self.a(x).tanh()), a=nn.Linear(3, 4), b=nn.Linear(4, 2)), wavy)
-    rows, data = some_rows(task.layout), [(numbers(4, 3),)]
+    directions, data = some_directions(task.layout), [(numbers(4, 3),)]
     gradients, _ = one_at_a_time(task, data)
-    features, *_ = run(task, data, rows, True, Compute(engine="layerwise", precision="bf16"))
-    expected = gradients @ rows.dense(0, rows.count).T
+    features, *_ = run(task, data, directions, True, Compute(engine="layerwise", precision="bf16"))
+    expected = gradients @ directions.dense(0, directions.count).T
     assert ((features - expected).norm(dim=1) / expected.norm(dim=1)).max() < 2e-2
 
 
@@ -450,7 +463,7 @@ def test_the_model_is_left_as_found(name):
         module.eval()
     before, numbers_before = state(task.model), copy.deepcopy(task.model.state_dict())
     x, version = batch[0], batch[0]._version
-    features, squares, losses = run(task, [batch], some_rows(task.layout))
+    features, squares, losses = run(task, [batch], some_directions(task.layout))
     assert state(task.model) == before
     assert all(torch.equal(value, numbers_before[key]) for key, value in task.model.state_dict().items())
     assert (x._version, x.requires_grad, x.grad) == (version, False, None)
@@ -463,13 +476,13 @@ def test_the_model_is_left_as_found(name):
 @pytest.mark.parametrize("name", ["resnet", "vit", "merged lora", "hf gpt2"])
 def test_nothing_is_left_in_memory(name):
     task, batch = MODELS[name]()
-    rows = some_rows(task.layout)
+    directions = some_directions(task.layout)
     gc.collect()
     gc.disable()
     try:
         counts = []
         with task.session():
-            job = Job.of(task, "losses", rows, True, Compute(engine="layerwise"))
+            job = Job.of(task, "losses", directions, True, Compute(engine="layerwise"))
             for _, found in choosing.project(job, et.data.as_data([batch] * 6)):
                 del found
                 counts.append(sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()))
@@ -482,7 +495,7 @@ def test_no_whole_gradient_of_a_batch_is_kept():
     # 64 examples of a 256 × 256 matrix are 16 MiB of gradients; a budget of 1 MiB must do.
     model = Net(lambda self, x: self.b(self.a(x).tanh()), a=nn.Linear(256, 256), b=nn.Linear(256, 2)).float()
     task = et.Task(model, wavy)
-    rows = DenseRows(torch.randn(3, task.layout.numel), task.layout)
+    directions = DenseDirections(torch.randn(3, task.layout.numel), task.layout)
     largest = 0
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
@@ -494,9 +507,9 @@ def test_no_whole_gradient_of_a_batch_is_kept():
             return out
 
     data, compute = [(torch.randn(64, 4, 256),)], Compute(engine="layerwise", memory=2**20)
-    own = max(rows.matrix.nbytes, 3 * 64 * 4 * 256 * 4)
+    own = max(directions.matrix.nbytes, 3 * 64 * 4 * 256 * 4)
     with Largest():
-        run(task, data, rows, True, compute)
+        run(task, data, directions, True, compute)
     assert largest <= own + 2**20
 
 
@@ -514,5 +527,5 @@ def test_a_model_that_fits_its_data_well_raises_no_alarm_in_bfloat16(scale, engi
     x, y = x[sure], best.indices[sure, 0]
     task = et.classification(model)
     batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)]
-    features, *_ = run(task, batches, some_rows(task.layout), True, Compute(engine=engine, precision="bf16"))
+    features, *_ = run(task, batches, some_directions(task.layout), True, Compute(engine=engine, precision="bf16"))
     assert features.isfinite().all()

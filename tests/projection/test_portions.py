@@ -13,7 +13,7 @@ from eigentrace.projection import Job, Projection, project
 from eigentrace.projection import choose as choosing
 from eigentrace.projection.choose import Portions, largest_batch
 from eigentrace.projection.engine import Compute
-from tests.helpers.checking import gap, some_rows, wavy
+from tests.helpers.checking import gap, some_directions, wavy
 
 
 class Machine:
@@ -37,7 +37,7 @@ class Machine:
 @pytest.fixture
 def job():
     task = et.Task(nn.Linear(3, 2), wavy)
-    return Job.of(task, "losses", some_rows(task.layout), True)
+    return Job.of(task, "losses", some_directions(task.layout), True)
 
 
 def batch(size):
@@ -110,7 +110,7 @@ def test_a_limit_given_by_the_caller_is_kept(job):
 
 def test_one_example_that_does_not_fit_is_said_with_remedies(job):
     machine = Machine(room=0)
-    message = r"One example does not fit in the memory of cpu beside the model and 8 rows.*distill.*bf16.*host"
+    message = r"One example does not fit in the memory of cpu beside the model and 8 directions.*distill.*bf16.*host"
     with pytest.raises(MemoryLimitError, match=message):
         Portions()(machine, job, batch(4), 4)
     assert machine.asked == [4, 2, 1]
@@ -145,11 +145,11 @@ def test_projection_with_little_room(monkeypatch, room, engine):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     loss, _ = limited(room)
     tight, wide = et.Task(model, loss), et.Task(model, wavy)
-    rows, data = some_rows(wide.layout), [(torch.randn(n, 3),) for n in (20, 20, 5)]
+    directions, data = some_directions(wide.layout), [(torch.randn(n, 3),) for n in (20, 20, 5)]
     results = []
     for task in (tight, wide):
         with task.session():
-            job = Job.of(task, "losses", rows, True, Compute(engine=engine))
+            job = Job.of(task, "losses", directions, True, Compute(engine=engine))
             found = [p for _, p in project(job, as_data(data))]
         results.append([torch.cat([getattr(p, n) for p in found]) for n in ("features", "square_norms", "losses")])
     assert all(gap(a, b) < 1e-5 for a, b in zip(*results, strict=True))

@@ -18,7 +18,7 @@ from eigentrace.fits.tail_coordinates import Coordinates, check_wanted, gather
 from eigentrace.fits.weighted_directions import Block, Weights, kept_index, recut, weigh
 from eigentrace.krylov.eigenpairs import Eigenpairs, Spectrum
 from eigentrace.numeric.seeding import generator_of
-from eigentrace.projection.directions import DenseRows, StackedRows
+from eigentrace.projection.directions import DenseDirections, StackedDirections
 from eigentrace.projection.engine import Compute
 from eigentrace.settings import check_counts, plain
 from eigentrace.task.checks import check_loss_fingerprint
@@ -92,14 +92,16 @@ class EigenFit(ProjectedFit):
         if not self.cut.stored:
             self._warn_of_small_delta(weights)
         directions, count = self.eigenpairs.directions, len(index)
-        # The leading rows are a view; only directions dropped from between cost a copy.
+        # The leading directions are a view; only dropping some in between costs a copy.
         leading = count == 0 or int(index[-1]) == count - 1
-        kept = DenseRows(directions[:count] if leading else directions[index.to(directions.device)], self.task.layout)
+        kept = DenseDirections(
+            directions[:count] if leading else directions[index.to(directions.device)], self.task.layout
+        )
         if used is None:
-            return Block(kept, weights.row, weights.identity)
-        every = torch.cat([weights.row, weights.coordinate])
+            return Block(kept, weights.direction, weights.identity)
+        every = torch.cat([weights.direction, weights.coordinate])
         overlap = used.overlap[:, index].to(self.task.layout.device)
-        return Block(StackedRows((kept, used.rows)), every, weights.identity, overlap=overlap)
+        return Block(StackedDirections((kept, used.directions)), every, weights.identity, overlap=overlap)
 
     def _used(self) -> Coordinates | None:
         """Pick the coordinates that the cut scores by, if it does by any."""
@@ -129,7 +131,7 @@ class EigenFit(ProjectedFit):
         data, compute = as_data(data), checked_compute(compute)
         size = self.method.get("sample") if sample is None else sample
         rows = data.sample(size or len(data), generator_of(self.method.get("seed", 0)))
-        directions = DenseRows(self.eigenpairs.directions, self.task.layout)
+        directions = DenseDirections(self.eigenpairs.directions, self.task.layout)
         check_loss_fingerprint(self.task, data)
         with self.task.session():
             found = gather(self.task, data.take(rows), directions, self._kept(), coordinates, compute)

@@ -17,7 +17,7 @@ from eigentrace.gradients.outer_products import Factor, OneHot, Outer, rotated
 from eigentrace.krylov.eigenpairs import with_fixed_signs
 from eigentrace.numeric.accumulate import wide
 from eigentrace.projection import Job, gradients, project
-from eigentrace.projection.directions import DenseRows, RotatedRows, Rotation, matrix_shape
+from eigentrace.projection.directions import DenseDirections, RotatedDirections, Rotation, matrix_shape
 from eigentrace.projection.engine import Compute, Gather, Projection
 from eigentrace.projection.layerwise import narrowed
 from eigentrace.task.layout import Layout
@@ -203,8 +203,8 @@ class Energies:
     moments: Tensor  # (K, K) float64, Σ φ φᵀ
 
 
-def energies(task: Task, data: Data, bases: Bases, kept: DenseRows, compute: Compute) -> Energies:
-    """Measure the energy along each coordinate of the bases, and along the kept rows, in one pass."""
+def energies(task: Task, data: Data, bases: Bases, kept: DenseDirections, compute: Compute) -> Energies:
+    """Measure the energy along each coordinate of the bases, and along the kept directions, in one pass."""
     layout = task.layout
     job = Job.of(task, "losses", kept, compute=compute)
     job = replace(job, gather=partial(_Energies, bases, layout, job.budget))
@@ -237,29 +237,29 @@ def _add(sums: dict[str, Tensor], gathered: Iterable[Gather]) -> None:
                 sums[name] = value.clone()
 
 
-def estimates(found: Energies, directions: DenseRows, kept: Tensor) -> dict[str, Tensor]:  # {name: (r, s)}
+def estimates(found: Energies, directions: DenseDirections, kept: Tensor) -> dict[str, Tensor]:  # {name: (r, s)}
     """Estimate each coordinate's energy without the kept directions: Σ (u·g)² − cᵀ(Σ φφᵀ)c with c = G·u.
 
     That is exact where what is left of a coordinate does not correlate with the kept features.
     """
     layout, chosen = directions.layout, kept.to(found.moments.device)
     values, vectors = torch.linalg.eigh(found.moments[chosen][:, chosen])
-    scaled = (vectors * values.clamp_min(0).sqrt()).T.to(layout.dtype)  # rows √ψⱼ·vⱼ: mixed by them, φ do not correlate
+    scaled = (vectors * values.clamp_min(0).sqrt()).T.to(layout.dtype)  # √ψⱼ·vⱼ: mixed by them, φ do not correlate
     result = {}
     for name, sums in found.sums.items():
         total = sums.to(layout.dtype).clone()
         columns = directions.matrix[:, layout.span(name)][kept.to(directions.matrix.device)]
         left, right = found.bases.get(name, (None, None))
-        for row in (scaled @ columns.to(scaled)).unflatten(1, matrix_shape(layout, name)):
-            turned = row if left is None else left.to(row.dtype).T @ row
-            turned = turned if right is None else turned @ right.to(row.dtype)
+        for mixed in (scaled @ columns.to(scaled)).unflatten(1, matrix_shape(layout, name)):
+            turned = mixed if left is None else left.to(mixed.dtype).T @ mixed
+            turned = turned if right is None else turned @ right.to(mixed.dtype)
             total -= turned.square()
         result[name] = total.clamp_min_(0)
     return result
 
 
-def leading(found: Energies, directions: DenseRows, kept: Tensor, count: int) -> RotatedRows:
-    """Name `count` coordinates that may hold the most energy once the kept directions are taken out, as rows.
+def leading(found: Energies, directions: DenseDirections, kept: Tensor, count: int) -> RotatedDirections:
+    """Name `count` coordinates that may hold the most energy once the kept directions are taken out, as directions.
 
     Half of them by the estimate; where that fails, the whole energy is the safer guide to the other half.
     """
@@ -275,7 +275,7 @@ def leading(found: Energies, directions: DenseRows, kept: Tensor, count: int) ->
         if len(here):
             pairs = torch.stack([here // width, here % width])
             rotations[name] = Rotation(*found.bases.get(name, (None, None)), pairs).trimmed()
-    return RotatedRows(rotations, directions.layout)
+    return RotatedDirections(rotations, directions.layout)
 
 
 def _highest(first: Tensor, second: Tensor, count: int) -> Tensor:  # (n,), (n,) -> (count,) ascending

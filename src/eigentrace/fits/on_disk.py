@@ -17,7 +17,7 @@ from eigentrace.fits.tail_coordinates import Coordinates
 from eigentrace.fits.weighted_directions import Block
 from eigentrace.krylov.eigenpairs import Eigenpairs, Spectrum
 from eigentrace.krylov.iterate import Ending
-from eigentrace.projection.directions import DenseRows, Rows, UnitRows
+from eigentrace.projection.directions import CoordinateDirections, DenseDirections, Directions
 from eigentrace.settings import plain
 from eigentrace.task.checkpoints import Checkpoint
 from eigentrace.task.layout import Layout
@@ -49,10 +49,10 @@ def block_records(blocks: Sequence[Block]) -> dict[str, Any]:
 
 
 def block_files(blocks: Sequence[Block], task: Task) -> dict[str, dict[str, Tensor]]:
-    """Store blocks as they are: rows, weights, and the parameters they are taken at."""
+    """Store blocks as they are: directions, weights, and the parameters they are taken at."""
     files = {}
     for number, block in enumerate(blocks):
-        tensors = {"weights": block.weights} | _rows_tensors(block.rows)
+        tensors = {"weights": block.weights} | _tensors_of(block.directions)
         if block.state is not None:
             tensors |= {f"state.{name}": value for name, value in task.canonical(block.state.load()).items()}
         files[block_file(number)] = tensors
@@ -76,12 +76,12 @@ def eigenpair_files(eigenpairs: Eigenpairs, coordinates: Coordinates | None) -> 
     return {EIGENPAIRS: tensors} | ({} if coordinates is None else {COORDINATES: coordinates.tensors()})
 
 
-def _rows_tensors(rows: Rows) -> dict[str, Tensor]:
-    if isinstance(rows, DenseRows):
-        return {"rows": rows.matrix}
-    if isinstance(rows, UnitRows):
-        return {"index": rows.index}
-    raise UnsupportedError(f"Rows of kind {type(rows).__name__} cannot be saved.")
+def _tensors_of(directions: Directions) -> dict[str, Tensor]:
+    if isinstance(directions, DenseDirections):
+        return {"rows": directions.matrix}
+    if isinstance(directions, CoordinateDirections):
+        return {"index": directions.index}
+    raise UnsupportedError(f"Directions of kind {type(directions).__name__} cannot be saved.")
 
 
 def read_eigenpairs(path: Path, manifest: dict[str, Any], layout: Layout) -> Eigenpairs:
@@ -89,8 +89,8 @@ def read_eigenpairs(path: Path, manifest: dict[str, Any], layout: Layout) -> Eig
     tensors = read_tensors(path / EIGENPAIRS)
     ending, products = Ending[manifest["ending"]], manifest["num_products"]
     spectrum = Spectrum(tensors["eigenvalues"], tensors.get("residuals"), ending, products)
-    directions = _rows_of(tensors, "directions", len(spectrum.eigenvalues), layout)
-    # Rows go back to where the basis they come from was held.
+    directions = _directions_of(tensors, "directions", len(spectrum.eigenvalues), layout)
+    # Directions go back to where the basis they come from was held.
     on_host = manifest["method"].get("basis", {}).get("place") == "host"
     return Eigenpairs(directions if on_host else directions.to(layout.device), spectrum)
 
@@ -98,18 +98,18 @@ def read_eigenpairs(path: Path, manifest: dict[str, Any], layout: Layout) -> Eig
 def read_block(path: Path, number: int, record: dict[str, Any], layout: Layout) -> Block:
     """Read one of several saved blocks."""
     tensors = read_tensors(path / block_file(number))
-    rows: Rows = (
-        UnitRows(tensors["index"], layout)
+    directions: Directions = (
+        CoordinateDirections(tensors["index"], layout)
         if "index" in tensors
-        else DenseRows(_rows_of(tensors, "rows", len(tensors["weights"]), layout).to(layout.device), layout)
+        else DenseDirections(_directions_of(tensors, "rows", len(tensors["weights"]), layout).to(layout.device), layout)
     )
     state = {key.removeprefix("state."): t for key, t in tensors.items() if key.startswith("state.")}
-    return Block(rows, tensors["weights"], record["identity"], Checkpoint(state) if record["state"] else None)
+    return Block(directions, tensors["weights"], record["identity"], Checkpoint(state) if record["state"] else None)
 
 
-def _rows_of(tensors: dict[str, Tensor], name: str, count: int, layout: Layout) -> Tensor:  # (K, P), on the host
+def _directions_of(tensors: dict[str, Tensor], name: str, count: int, layout: Layout) -> Tensor:  # (K, P), on the host
     found = tensors[name]
-    # Rows of a bfloat16 basis stay as they were held.
+    # Directions of a bfloat16 basis stay as they were held.
     if found.shape != (count, layout.numel) or found.dtype not in (layout.dtype, torch.bfloat16):
         raise MismatchError(
             f"The saved {name} are {tuple(found.shape)} of {found.dtype}, expected {(count, layout.numel)} of "

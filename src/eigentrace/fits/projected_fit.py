@@ -35,7 +35,7 @@ class ProjectedFit(Fitted):
     @property
     def num_features(self) -> int:
         """K, numbers that describe an example."""
-        return sum(block.rows.count for block in self.blocks)
+        return sum(block.directions.count for block in self.blocks)
 
     @property
     def bytes_per_example(self) -> int:

@@ -11,7 +11,7 @@ from eigentrace.data import Data
 from eigentrace.fits.fitted import Capabilities, Fitted
 from eigentrace.numeric.accumulate import over
 from eigentrace.projection import Job, gradients, in_chunks, project
-from eigentrace.projection.directions import DenseRows
+from eigentrace.projection.directions import DenseDirections
 from eigentrace.projection.engine import Compute
 from eigentrace.task.task import Task
 
@@ -47,7 +47,7 @@ class SolvedFit(Fitted):
             asked = Job.of(self.task, "measurements", compute=compute)
             for g in in_chunks(gradients(asked, queries), asked.budget // 4):
                 solved = self.solve(over(g, g.norm(dim=1, keepdim=True)) if unit_gradients else g)
-                job = Job.of(self.task, "losses", DenseRows(solved, self.task.layout), unit_gradients, compute)
+                job = Job.of(self.task, "losses", DenseDirections(solved, self.task.layout), unit_gradients, compute)
                 for batch, found in project(job, train):
                     scores = found.features
                     if unit_gradients:

@@ -16,7 +16,7 @@ from eigentrace.data import Data
 from eigentrace.errors import InputError, MismatchError
 from eigentrace.fits.kronecker import eigenbases, energies, leading
 from eigentrace.projection import Job, project
-from eigentrace.projection.directions import DenseRows, RotatedRows, Rotation, StackedRows, apply
+from eigentrace.projection.directions import DenseDirections, RotatedDirections, Rotation, StackedDirections, apply
 from eigentrace.projection.engine import Compute
 from eigentrace.settings import check_counts
 from eigentrace.task.layout import Layout
@@ -27,8 +27,8 @@ MOST_COORDINATES = 8192
 _CANDIDATES = 3
 # A share that is reached to rounding is reached.
 _ROUNDING = 1e-9
-# Kept rows that are written out at a time to be turned.
-_ROWS_AT_ONCE = 8
+# Kept directions that are written out at a time to be turned.
+_DIRECTIONS_AT_ONCE = 8
 
 
 def check_wanted(coordinates: Any) -> None:
@@ -47,7 +47,7 @@ def check_wanted(coordinates: Any) -> None:
 class Coordinates:
     """Chosen coordinates with their second moments over the curvature sample, from which any cut's energies follow."""
 
-    rows: RotatedRows  # S, orthonormal
+    directions: RotatedDirections  # S, orthonormal
     overlap: Tensor  # (R, K) S·Gᵀ
     energy: Tensor  # (R,) E[(S·g)²]
     cross: Tensor  # (R, K) E[(S·g) φᵀ]
@@ -86,7 +86,7 @@ class Coordinates:
         index = self.order[:count].sort().values
         place = torch.searchsorted(index, self.order[:count])
         return Coordinates(
-            self.rows.picked(index),
+            self.directions.picked(index),
             self.overlap[index],
             self.energy[index],
             self.cross[index],
@@ -100,7 +100,7 @@ class Coordinates:
         found = {"overlap": self.overlap, "energy": self.energy, "cross": self.cross, "moments": self.moments}
         found["order"] = self.order
         found["total"] = torch.tensor([self.total], dtype=torch.float64, device="cpu")
-        for name, rotation in self.rows.rotations.items():
+        for name, rotation in self.directions.rotations.items():
             found[f"pairs.{name}"] = rotation.pairs
             sides = {"left": rotation.left, "right": rotation.right}
             found |= {f"{side}.{name}": basis for side, basis in sides.items() if basis is not None}
@@ -124,15 +124,19 @@ class Coordinates:
             name: Rotation(sides.get(f"left.{name}"), sides.get(f"right.{name}"), tensors[f"pairs.{name}"].to(device))
             for name in names
         }
-        rows = RotatedRows(rotations, layout)
+        directions = RotatedDirections(rotations, layout)
         energy, cross, moments, order = (tensors[key] for key in ("energy", "cross", "moments", "order"))
-        if rows.count != len(energy):
-            raise MismatchError(f"The saved coordinates are {rows.count} with {len(energy)} energies. Save them again.")
-        return Coordinates(rows, overlap, energy, cross, moments, float(tensors["total"]), order)
+        if directions.count != len(energy):
+            raise MismatchError(
+                f"The saved coordinates are {directions.count} with {len(energy)} energies. Save them again."
+            )
+        return Coordinates(directions, overlap, energy, cross, moments, float(tensors["total"]), order)
 
 
-def gather(task: Task, data: Data, directions: DenseRows, kept: Tensor, wanted: float, compute: Compute) -> Coordinates:
-    """Choose the coordinates of the Kronecker eigenbasis that hold most of what the kept rows leave of the gradients.
+def gather(
+    task: Task, data: Data, directions: DenseDirections, kept: Tensor, wanted: float, compute: Compute
+) -> Coordinates:
+    """Choose the coordinates of the Kronecker eigenbasis with the most gradient energy outside the kept directions.
 
     Three passes over the data: covariances, energies along all coordinates, and the exact moments of the candidates.
 
@@ -141,7 +145,7 @@ def gather(task: Task, data: Data, directions: DenseRows, kept: Tensor, wanted: 
         data: The curvature sample.
         directions: G, orthonormal: all those of the fit.
         kept: Which of them are in use.
-        wanted: How many coordinates, or which share of the energy outside of the kept rows.
+        wanted: How many coordinates, or which share of the energy outside of the kept directions.
         compute: How examples go through the model; never compiled.
     """
     check_wanted(wanted)
@@ -155,13 +159,15 @@ def gather(task: Task, data: Data, directions: DenseRows, kept: Tensor, wanted: 
     return ranked.first(ranked.needed(wanted, kept))
 
 
-def _measure(task: Task, data: Data, directions: DenseRows, rows: RotatedRows, compute: Compute) -> Coordinates:
-    layout, K, R = task.layout, directions.count, rows.count
+def _measure(
+    task: Task, data: Data, directions: DenseDirections, rotated: RotatedDirections, compute: Compute
+) -> Coordinates:
+    layout, K, R = task.layout, directions.count, rotated.count
     energy = torch.zeros(R, dtype=torch.float64, device=layout.device)
     cross = torch.zeros(R, K, dtype=torch.float64, device=layout.device)
     moments = torch.zeros(K, K, dtype=torch.float64, device=layout.device)
     total = 0.0
-    job = Job.of(task, "losses", StackedRows((directions, rows)), norms=True, compute=compute)
+    job = Job.of(task, "losses", StackedDirections((directions, rotated)), norms=True, compute=compute)
     for _, found in project(job, data, "Coordinates"):
         phi, s = found.features.double().split([K, R], dim=1)
         energy += s.square().sum(dim=0)
@@ -170,18 +176,18 @@ def _measure(task: Task, data: Data, directions: DenseRows, rows: RotatedRows, c
         total += float(found.squares().double().sum())
     size = len(data)
     sums = energy.cpu() / size, cross.cpu() / size, moments.cpu() / size
-    return Coordinates(rows, overlap(rows, directions), *sums, total / size, torch.arange(R, device="cpu"))
+    return Coordinates(rotated, overlap(rotated, directions), *sums, total / size, torch.arange(R, device="cpu"))
 
 
-def overlap(rows: RotatedRows, kept: DenseRows) -> Tensor:  # (R, K), on the host
-    """Multiply the coordinates with the kept rows: S·Gᵀ."""
-    found = [torch.zeros(0, rows.count, dtype=kept.layout.dtype, device="cpu")]
-    for start in range(0, kept.count, _ROWS_AT_ONCE):
-        part = kept.dense(start, min(start + _ROWS_AT_ONCE, kept.count))
-        found.append(apply(rows, _named(kept.layout, part)).cpu().to(kept.layout.dtype))
+def overlap(rotated: RotatedDirections, kept: DenseDirections) -> Tensor:  # (R, K), on the host
+    """Multiply the coordinates with the kept directions: S·Gᵀ."""
+    found = [torch.zeros(0, rotated.count, dtype=kept.layout.dtype, device="cpu")]
+    for start in range(0, kept.count, _DIRECTIONS_AT_ONCE):
+        part = kept.dense(start, min(start + _DIRECTIONS_AT_ONCE, kept.count))
+        found.append(apply(rotated, _named(kept.layout, part)).cpu().to(kept.layout.dtype))
     return torch.cat(found).T.contiguous()
 
 
-def _named(layout: Layout, rows: Tensor) -> dict[str, Tensor]:
-    """Cut rows by parameter, in the type of the rows: a bfloat16 parameter would round them."""
-    return {name: rows[:, layout.span(name)] for name in layout.names}
+def _named(layout: Layout, directions: Tensor) -> dict[str, Tensor]:
+    """Cut directions by parameter, in their own type: a bfloat16 parameter would round them."""
+    return {name: directions[:, layout.span(name)] for name in layout.names}

@@ -13,7 +13,7 @@ from eigentrace.errors import InputError, NumericalError, UnsupportedError
 from eigentrace.fits.cut import Cut, delta_of
 from eigentrace.numeric.accumulate import over
 from eigentrace.projection import Job, gradients, in_chunks, project
-from eigentrace.projection.directions import DenseRows, Rows, StackedRows, apply
+from eigentrace.projection.directions import DenseDirections, Directions, StackedDirections, apply
 from eigentrace.projection.engine import Compute
 from eigentrace.task.checkpoints import Checkpoint
 from eigentrace.task.checks import check_loss_fingerprint
@@ -24,10 +24,10 @@ What = Literal["losses", "measurements"]
 
 @dataclass(frozen=True)
 class Weights:
-    """score = Σ rowₖ · φₖ(x) φₖ(z) + Σ coordinate_c · s_c(x) s_c(z) + identity · ⟨g(x), g(z)⟩."""
+    """score = Σ directionₖ · φₖ(x) φₖ(z) + Σ coordinate_c · s_c(x) s_c(z) + identity · ⟨g(x), g(z)⟩."""
 
-    index: Tensor  # (k,) the rows used
-    row: Tensor  # (k,) float64
+    index: Tensor  # (k,) the directions used
+    direction: Tensor  # (k,) float64
     identity: float
     delta: float | None
     coordinate: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64, device="cpu"))  # (r,)
@@ -67,24 +67,24 @@ def weigh(eigenvalues: Tensor, cut: Cut, energies: Tensor | None = None) -> Weig
     if delta is None:
         return Weights(index, 1 / values, 0.0, None)
     beyond = 0.0 if cut.stored else 1 / delta
-    row = 1 / (values.clamp_min(0) + delta) - beyond
+    direction = 1 / (values.clamp_min(0) + delta) - beyond
     if energies is None or not (cut.stored or cut.tail == "shaped"):
-        return Weights(index, row, beyond, delta)
+        return Weights(index, direction, beyond, delta)
     coordinate = 1 / (energies + delta) if cut.tail == "shaped" else torch.full_like(energies, 1 / delta)
-    return Weights(index, row, beyond, delta, coordinate - beyond)
+    return Weights(index, direction, beyond, delta, coordinate - beyond)
 
 
 @dataclass(frozen=True)
 class Block:
     """One term of a score: Σ weightₖ φₖ(x) φₖ(z) + identity · ⟨g(x), g(z)⟩, gradients taken at one parameter state."""
 
-    rows: Rows
+    directions: Directions
     weights: Tensor  # (K,) float64
     identity: float = 0.0
     state: Checkpoint | None = None
     """Where Θ is taken; the model's own parameters if None."""
     overlap: Tensor | None = None  # (R, k)
-    """Of rows [G; S], S·Gᵀ: the last R features lose the first k times this, which takes the kept part out of them."""
+    """S·Gᵀ, for directions [G; S]: the last R features minus this times the first k have the kept part removed."""
 
     def settled(self, features: Tensor) -> Tensor:  # (B, K) -> (B, K), in place
         """Take the kept part out of the tail's coordinates."""
@@ -120,19 +120,19 @@ def self_scores(
     task: Task, blocks: Sequence[Block], data: Data, what: What, unit_gradients: bool, compute: Compute
 ) -> Tensor:  # (N,)
     """Score each example against itself."""
-    if compute.engine == "forward" and any(block.identity and block.rows.count for block in blocks):
+    if compute.engine == "forward" and any(block.identity and block.directions.count for block in blocks):
         raise UnsupportedError(
             "Forward mode cannot count the tail of this fit in self-influence: the tail takes the norm of every "
-            "gradient, and forward mode only multiplies gradients with rows. Use Compute(engine='auto'), 'layerwise' "
-            "or 'reverse'; or leave the tail out, fitted.distill(tail=None), or let stored features stand for it, "
-            "fitted.stored(data)."
+            "gradient, and forward mode only multiplies gradients with directions. Use Compute(engine='auto'), "
+            "'layerwise' or 'reverse'; or leave the tail out, fitted.distill(tail=None), or let stored features stand "
+            "for it, fitted.stored(data)."
         )
     check_loss_fingerprint(task, data)
     total = torch.zeros(len(data), dtype=task.layout.dtype, device="cpu")
     for block in blocks:
         with at_state(task, block) as here:
             norms = unit_gradients or block.identity != 0
-            job = Job.of(here, what, block.rows, norms, compute)
+            job = Job.of(here, what, block.directions, norms, compute)
             for batch, found in project(job, data, "Self-influence"):
                 scores = block.own_scores(block.settled(found.features), found.squares() if norms else None)
                 if unit_gradients:
@@ -152,7 +152,7 @@ def cross_scores(
             start = 0
             for asked in _questions(block, here, queries, unit_gradients, compute):
                 stop = start + len(asked.left)
-                job = Job.of(here, "losses", asked.rows, unit_gradients, compute)
+                job = Job.of(here, "losses", asked.directions, unit_gradients, compute)
                 for batch, found in project(job, train, "Influence"):
                     scores = asked.left @ found.features.T
                     if unit_gradients:
@@ -164,44 +164,44 @@ def cross_scores(
 
 @dataclass(frozen=True)
 class _Question:
-    """Queries as coefficients over rows: their scores are left @ features(train)ᵀ."""
+    """Queries as coefficients over directions: their scores are left @ features(train)ᵀ."""
 
     left: Tensor  # (q, k)
-    rows: Rows
+    directions: Directions
 
 
 def _questions(block: Block, task: Task, queries: Data, unit_gradients: bool, compute: Compute) -> Iterator[_Question]:
     """Put queries in a form that one pass over the training data answers.
 
     Without an identity term, K numbers per query do, whatever their number. With one, the gradients of the
-    queries travel as rows themselves, as many at a time as fit in memory.
+    queries travel as directions themselves, as many at a time as fit in memory.
     """
     if block.identity == 0:
         lefts = []
-        asked = Job.of(task, "measurements", block.rows, unit_gradients, compute)
+        asked = Job.of(task, "measurements", block.directions, unit_gradients, compute)
         for _, found in project(asked, queries):
             left = block.asked(block.settled(found.features))
             lefts.append(over(left, found.squares().sqrt()[:, None]) if unit_gradients else left)
-        yield _Question(torch.cat(lefts), block.rows)
+        yield _Question(torch.cat(lefts), block.directions)
         return
     asked = Job.of(task, "measurements", compute=compute)
-    for rows in in_chunks(gradients(asked, queries), asked.budget):
+    for chunk in in_chunks(gradients(asked, queries), asked.budget):
         if unit_gradients:
-            rows = over(rows, rows.norm(dim=1, keepdim=True))  # noqa: PLW2901
-        phi = apply(block.rows, task.layout.unflatten(rows))
-        eye = torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
+            chunk = over(chunk, chunk.norm(dim=1, keepdim=True))  # noqa: PLW2901
+        phi = apply(block.directions, task.layout.unflatten(chunk))
+        eye = torch.eye(len(chunk), dtype=chunk.dtype, device=chunk.device)
         left = torch.cat([block.asked(block.settled(phi)), block.identity * eye], dim=1)
-        yield _Question(left, StackedRows((block.rows, DenseRows(rows, task.layout))))
+        yield _Question(left, StackedDirections((block.directions, DenseDirections(chunk, task.layout))))
 
 
 def features_of(task: Task, blocks: Sequence[Block], data: Data, what: What, compute: Compute) -> Tensor:  # (N, K)
-    """Project each example's gradient on the rows of every block, side by side."""
+    """Project each example's gradient on the directions of every block, side by side."""
     check_loss_fingerprint(task, data)
     found = []
     for block in blocks:
-        result = torch.empty(len(data), block.rows.count, dtype=task.layout.dtype, device="cpu")
+        result = torch.empty(len(data), block.directions.count, dtype=task.layout.dtype, device="cpu")
         with at_state(task, block) as here:
-            for batch, projection in project(Job.of(here, what, block.rows, compute=compute), data):
+            for batch, projection in project(Job.of(here, what, block.directions, compute=compute), data):
                 result[batch.rows] = block.settled(projection.features).cpu()
         found.append(result)
     return torch.cat(found, dim=1)

@@ -25,8 +25,8 @@ class LayerGradients(Protocol):
         """Write out the gradients of some examples."""
         ...
 
-    def dot(self, rows: Tensor, budget: int) -> Tensor:  # (K, p) -> (B, K)
-        """Multiply with dense rows."""
+    def dot(self, directions: Tensor, budget: int) -> Tensor:  # (K, p) -> (B, K)
+        """Multiply with dense directions."""
         ...
 
     def pick(self, index: Tensor) -> Tensor:  # (k,) -> (B, k)
@@ -53,10 +53,10 @@ class Direct:
         """Return the gradients of some examples."""
         return self.value[start:stop]
 
-    def dot(self, rows: Tensor, budget: int) -> Tensor:
-        """Multiply with dense rows."""
+    def dot(self, directions: Tensor, budget: int) -> Tensor:
+        """Multiply with dense directions."""
         value = wide(self.value)
-        return value @ rows.to(value.dtype).T
+        return value @ directions.to(value.dtype).T
 
     def pick(self, index: Tensor) -> Tensor:
         """Take single coordinates."""
@@ -79,9 +79,9 @@ class Written:
         """Write out the gradients of some examples."""
         return self.write_out(start, stop)
 
-    def dot(self, rows: Tensor, budget: int) -> Tensor:
-        """Multiply with dense rows."""
-        return self._over_chunks(lambda part: part.dot(rows, budget), budget)
+    def dot(self, directions: Tensor, budget: int) -> Tensor:
+        """Multiply with dense directions."""
+        return self._over_chunks(lambda part: part.dot(directions, budget), budget)
 
     def pick(self, index: Tensor) -> Tensor:
         """Take single coordinates."""

@@ -1,7 +1,7 @@
 """Per-example gradients Σₜ leftₜ ⊗ rightₜ of a matrix that meets T tokens.
 
-They are multiplied with rows, normed and rotated from their factors: numbers per token, lookups, and what a kernel of a
-convolution sees. They are written out only a chunk at a time, and only where that is cheaper.
+They are multiplied with directions, normed and rotated from their factors: numbers per token, lookups, and what a
+kernel of a convolution sees. They are written out only a chunk at a time, and only where that is cheaper.
 """
 
 import math
@@ -178,14 +178,14 @@ def token_products(a: Factor, b: Factor, start: int, stop: int) -> Tensor:  # (n
 # 3.3 TB/s through a batched product and back; a CPU core: some 50 GFLOP/s against 6 GB/s.
 _INTENSITY = {("cuda", 2): 180.0, ("cuda", 4): 15.0}
 _CPU_INTENSITY = 8.0
-# Carrying rows through tokens runs at 450 to 700 TFLOP/s, the products of written-out gradients at full speed.
+# Carrying directions through tokens runs at 450 to 700 TFLOP/s, the products of written-out gradients at full speed.
 _CARRYING = 1.2
 # Written-out gradients at a time. A GPU wants long products; on a CPU a chunk should stay in the cache.
 _LARGEST_CHUNK = {"cuda": 2**30, "cpu": 2**24}
 _LARGEST_GATHER = {"cuda": 2**30, "cpu": 2**20}
 # Share of a grid of rotated coordinates from which on all of it is computed: picking runs that much slower per number.
 _GRID_SHARE = 8
-# Examples of a chunk: enough to reuse each piece of the rows, few enough to leave room for long pieces.
+# Examples of a chunk: enough to reuse each piece of the directions, few enough to leave room for long pieces.
 _EXAMPLES_AT_ONCE = 512
 # Pieces of a matrix begin at multiples of this many numbers: matrix units read what lies otherwise at half the speed.
 _ALIGNED = 64
@@ -194,8 +194,8 @@ _ALIGNED = 64
 class Whole(Protocol):
     """Stands for the products of outer forms while a pass is traced: each is one operation, however it is chunked."""
 
-    def dot(self, form: "Outer", rows: Tensor, budget: int) -> Tensor:
-        """Multiply with dense rows."""
+    def dot(self, form: "Outer", directions: Tensor, budget: int) -> Tensor:
+        """Multiply with dense directions."""
         ...
 
     def square_norms(self, form: "Outer", budget: int) -> Tensor:
@@ -228,54 +228,56 @@ class Outer:
         """Write out the gradients of some examples."""
         return self._write(start, stop, slice(None)).reshape(stop - start, self.numel)
 
-    def dot(self, rows: Tensor, budget: int) -> Tensor:
-        """Multiply with dense rows, the cheapest way."""
+    def dot(self, directions: Tensor, budget: int) -> Tensor:
+        """Multiply with dense directions, the cheapest way."""
         whole = WHOLE.get()
         if whole is not None:
-            return whole.dot(self, rows, budget)
+            return whole.dot(self, directions, budget)
         if not self.left.tokens or not self.numel:
-            return torch.zeros(self.examples, len(rows), dtype=wide_type(rows.dtype), device=rows.device)
+            return torch.zeros(
+                self.examples, len(directions), dtype=wide_type(directions.dtype), device=directions.device
+            )
         if isinstance(self.left, OneHot):
-            return self._look_up(rows, budget)
-        if self.groups == 1 and self._contracting_pays(rows):
-            return self._contract(rows, budget)
-        return self._materialise(rows, budget)
+            return self._look_up(directions, budget)
+        if self.groups == 1 and self._contracting_pays(directions):
+            return self._contract(directions, budget)
+        return self._materialise(directions, budget)
 
-    def dot_and_square_norms(self, rows: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    def dot_and_square_norms(self, directions: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         """Do both, writing gradients out only once where both would."""
         written_out = self.left.tokens and self.numel and not isinstance(self.left, OneHot)
-        contracted = self.groups == 1 and self._contracting_pays(rows)
+        contracted = self.groups == 1 and self._contracting_pays(directions)
         if WHOLE.get() is not None or not written_out or contracted or self._tokens_are_few():
-            return self.dot(rows, budget), self.square_norms(budget)
-        squares = torch.zeros(self.examples, dtype=wide_type(rows.dtype), device=rows.device)
-        return self._materialise(rows, budget, squares), squares
+            return self.dot(directions, budget), self.square_norms(budget)
+        squares = torch.zeros(self.examples, dtype=wide_type(directions.dtype), device=directions.device)
+        return self._materialise(directions, budget, squares), squares
 
     def pick(self, index: Tensor) -> Tensor:
         """Take single coordinates: a product of two numbers per token."""
         group, rest = index // (self.left.width * self.right.width), index % (self.left.width * self.right.width)
-        row, column = rest // self.right.width, rest % self.right.width
-        return self._pairs(group, row, column, self.left, self.right)
+        i, j = rest // self.right.width, rest % self.right.width
+        return self._pairs(group, i, j, self.left, self.right)
 
     def rotate(
         self, left: Tensor | None, right: Tensor | None, pairs: Tensor, budget: int = 2**28
     ) -> Tensor:  # (2, k) -> (B, k)
         """Take coordinates in a rotated basis: ⟨left[:, i] ⊗ right[:, j], gradient⟩ for each pair (i, j).
 
-        Rotating the factors costs T·(L·r + R·s) where dense rows cost at least k·L·R. None stands for no rotation.
+        Rotating the factors costs T·(L·r + R·s); dense directions cost at least k·L·R. None means no rotation.
         """
-        row, column = pairs
+        i, j = pairs
         found = []
         taken = sum(side.width for side in (self.left, self.right) if not isinstance(side, OneHot))
-        numbers = max(self.left.tokens, 1) * (4 * len(row) + taken + 1)
+        numbers = max(self.left.tokens, 1) * (4 * len(i) + taken + 1)
         for start, stop in self._spans(self.examples, max(1, budget // (8 * numbers))):
             a, b = rotated(self.left, left, start, stop), rotated(self.right, right, start, stop)
             part = Outer(a, b, stop - start)
             grid = a.width * b.width
             # Many coordinates of a small grid: one product of matrices gives all of it.
-            if not isinstance(a, OneHot) and _GRID_SHARE * len(row) > grid and self.left.tokens > 1:
-                found.append(part.write(0, stop - start)[:, row * b.width + column])
+            if not isinstance(a, OneHot) and _GRID_SHARE * len(i) > grid and self.left.tokens > 1:
+                found.append(part.write(0, stop - start)[:, i * b.width + j])
             else:
-                found.append(part._pairs(torch.zeros_like(row), row, column, a, b))
+                found.append(part._pairs(torch.zeros_like(i), i, j, a, b))
         return torch.cat(found)
 
     def square_norms(self, budget: int) -> Tensor:
@@ -309,74 +311,74 @@ class Outer:
         by_tokens = 2 * tokens * tokens * (1 / self.left.width + 1 / self.right.width)
         return by_tokens < 2 * tokens + _intensity(_sample(self.right))
 
-    def _contracting_pays(self, rows: Tensor) -> bool:
-        """Compare operations per parameter: write out and multiply, or carry every row through every token."""
-        tokens, count = self.left.tokens, len(rows)
-        traffic = 2 * rows.element_size() * _intensity(rows)
+    def _contracting_pays(self, directions: Tensor) -> bool:
+        """Compare operations per parameter: write out and multiply, or carry every direction through every token."""
+        tokens, count = self.left.tokens, len(directions)
+        traffic = 2 * directions.element_size() * _intensity(directions)
         longer = max(self.left.width, self.right.width)
         carried = 2 * _CARRYING * tokens * count + traffic * tokens * count / longer
         return carried < 2 * (tokens + count) + traffic
 
-    def _contract(self, rows: Tensor, budget: int) -> Tensor:
-        """Multiply rows with the wider factor of each token first, then with the other."""
-        count, width, other = len(rows), self.left.width, self.right.width
-        cube = rows.unflatten(1, (width, other))  # (K, L, R)
+    def _contract(self, directions: Tensor, budget: int) -> Tensor:
+        """Multiply directions with the wider factor of each token first, then with the other."""
+        count, width, other = len(directions), self.left.width, self.right.width
+        cube = directions.unflatten(1, (width, other))  # (K, L, R)
         wide, narrow = (self.left, self.right) if width >= other else (self.right, self.left)
         cube = cube if width >= other else cube.transpose(1, 2)  # (K, wide, narrow)
-        at_once = max(1, budget // (count * narrow.tokens * narrow.width * rows.element_size()))
+        at_once = max(1, budget // (count * narrow.tokens * narrow.width * directions.element_size()))
         results = []
         for start in range(0, self.examples, at_once):
             stop = min(start + at_once, self.examples)
-            a = wide.take(start, stop).to(rows.dtype).reshape(-1, wide.width)  # (n·T, wide)
+            a = wide.take(start, stop).to(directions.dtype).reshape(-1, wide.width)  # (n·T, wide)
             half = torch.matmul(a[None], cube).view(count, stop - start, -1)  # (K, n, T·narrow)
             results.append(_paired(half, narrow.take(start, stop)))
         return torch.cat(results)
 
-    def _materialise(self, rows: Tensor, budget: int, squares: Tensor | None = None) -> Tensor:
-        """Write out a chunk of gradients, multiply it with the rows' chunk, add up its squares if asked, and go on."""
-        dtype, size = wide_type(rows.dtype), self.left.width * self.right.width
-        out = torch.zeros(len(rows), self.examples, dtype=dtype, device=rows.device)
-        # Chunks of whole groups, or of the left factor's coordinates: contiguous in the rows either way.
+    def _materialise(self, directions: Tensor, budget: int, squares: Tensor | None = None) -> Tensor:
+        """Write out gradients chunk by chunk, multiply them with the directions, and sum their squares if asked."""
+        dtype, size = wide_type(directions.dtype), self.left.width * self.right.width
+        out = torch.zeros(len(directions), self.examples, dtype=dtype, device=directions.device)
+        # Chunks of whole groups, or of the left factor's coordinates: contiguous in the directions either way.
         units, unit = (self.groups, size) if self.groups > 1 else (self.left.width, self.right.width)
-        largest = min(budget, _LARGEST_CHUNK.get(rows.device.type, 2**30)) // (unit * rows.element_size())
+        largest = min(budget, _LARGEST_CHUNK.get(directions.device.type, 2**30)) // (unit * directions.element_size())
         for start, stop in self._spans(self.examples, min(_EXAMPLES_AT_ONCE, max(1, largest))):
-            left, right = (f.take(start, stop).to(rows.dtype) for f in (self.left, self.right))
+            left, right = (f.take(start, stop).to(directions.dtype) for f in (self.left, self.right))
             for low, high in self._spans(units, _rounded(largest // (stop - start))):
                 part = left[:, low:high] if self.groups > 1 else _packed(left[..., low:high])
                 other = right[:, low:high] if self.groups > 1 else right
                 written = (part.transpose(2, 3) @ other).reshape(stop - start, -1)
-                # Rows first: the result's long side then is the examples, which suits the matrix units at any K.
-                out[:, start:stop] += times(rows[:, low * unit : high * unit], written.T)
+                # Directions first: the result's long side then is the examples, which suits the matrix units at any K.
+                out[:, start:stop] += times(directions[:, low * unit : high * unit], written.T)
                 if squares is not None:
                     squares[start:stop] += torch.linalg.vector_norm(written, dim=1, dtype=dtype).square()
         return out.T
 
-    def _look_up(self, rows: Tensor, budget: int) -> Tensor:
-        """Gather the rows' entries of each token, few rows at a time where a cache is to hold them."""
+    def _look_up(self, directions: Tensor, budget: int) -> Tensor:
+        """Gather the directions' entries of each token, few directions at a time where a cache is to hold them."""
         index, width = self.left.index, self.right.width  # type: ignore[attr-defined]
-        cube = rows.unflatten(1, (self.left.width, width))  # (K, L, R)
-        largest = min(budget, _LARGEST_GATHER.get(rows.device.type, 2**30)) // (width * rows.element_size())
+        cube = directions.unflatten(1, (self.left.width, width))  # (K, L, R)
+        largest = min(budget, _LARGEST_GATHER.get(directions.device.type, 2**30)) // (width * directions.element_size())
         results = []
         for start, stop in self._spans(self.examples, max(1, largest // self.left.tokens)):
-            flat, right = index[start:stop].reshape(-1), self.right.take(start, stop).to(rows.dtype)
-            spans = self._spans(len(rows), max(1, largest // len(flat)))
+            flat, right = index[start:stop].reshape(-1), self.right.take(start, stop).to(directions.dtype)
+            spans = self._spans(len(directions), max(1, largest // len(flat)))
             parts = (cube[low:high].index_select(1, flat).view(high - low, stop - start, -1) for low, high in spans)
             results.append(torch.cat([_paired(part, right) for part in parts], dim=1))
         return torch.cat(results)
 
-    def _pairs(self, group: Tensor, row: Tensor, column: Tensor, left: Factor, right: Factor) -> Tensor:
+    def _pairs(self, group: Tensor, i: Tensor, j: Tensor, left: Factor, right: Factor) -> Tensor:
         b = right.take(0, self.examples)
         if isinstance(left, OneHot):
-            hit = left.index[:, :, None] == row  # (B, T, k)
-            return (hit * b[:, 0][:, :, column]).sum(dim=1)
+            hit = left.index[:, :, None] == i  # (B, T, k)
+            return (hit * b[:, 0][:, :, j]).sum(dim=1)
         a = left.take(0, self.examples)
         # (k, B, T): the advanced indices stand apart, so they come first.
-        return (a[:, group, :, row] * b[:, group, :, column]).sum(dim=2).T
+        return (a[:, group, :, i] * b[:, group, :, j]).sum(dim=2).T
 
-    def _write(self, start: int, stop: int, rows: slice) -> Tensor:  # (n, g, l, R)
+    def _write(self, start: int, stop: int, span: slice) -> Tensor:  # (n, g, l, R)
         left, right = self.left.take(start, stop), self.right.take(start, stop)
         dtype = torch.promote_types(left.dtype, right.dtype)
-        return left[..., rows].transpose(2, 3).to(dtype) @ right.to(dtype)
+        return left[..., span].transpose(2, 3).to(dtype) @ right.to(dtype)
 
     def _chunks(self, budget: int) -> list[tuple[int, int]]:
         return self._spans(self.examples, max(1, budget // (8 * self.numel)))

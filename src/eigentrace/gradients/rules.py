@@ -30,8 +30,9 @@ class Call:
 
     def tokens(self, tensor: Tensor) -> Tensor:  # (B, T, width)
         """Bring the examples to the front, and all else but the last dimension into the middle."""
-        rows = math.prod(tensor.shape[:-1]) // self.size  # spelled out: -1 is not defined for tensors without elements
-        return tensor.movedim(self.batch_dim, 0).reshape(self.size, rows, tensor.shape[-1])
+        # Computed, since reshape(-1) is undefined for tensors without elements.
+        tokens = math.prod(tensor.shape[:-1]) // self.size
+        return tensor.movedim(self.batch_dim, 0).reshape(self.size, tokens, tensor.shape[-1])
 
     def factor(self, tensor: Tensor) -> Dense:
         """Read a tensor as one side of a sum of outer products over tokens."""
@@ -322,8 +323,8 @@ def _summed(call: Call, value: Any, of: Callable[[Tensor], Tensor]) -> list:
 
 def _scale_and_shift(call: Call, normal: Callable[[], Tensor], weight: Tensor | None, bias: Tensor | None) -> Uses:
     def flat(b: Tensor, shape: torch.Size) -> Tensor:  # (B, p)
-        rows = b.numel() // (call.size * math.prod(shape))
-        return b.movedim(call.batch_dim, 0).reshape(call.size, rows, math.prod(shape)).sum(dim=1)
+        repeats = b.numel() // (call.size * math.prod(shape))
+        return b.movedim(call.batch_dim, 0).reshape(call.size, repeats, math.prod(shape)).sum(dim=1)
 
     uses: list = []
     if weight is not None:

@@ -142,8 +142,8 @@ class Taps:
             return None if visit.trace is Trace.APART else "takes single examples"
         if not isinstance(visit.output, Tensor):
             return "gives several results"
-        rows = visit.output.shape[dim]
-        if rows % self.size or (visit.key in self.plan.alone and rows != self.size):
+        length = visit.output.shape[dim]
+        if length % self.size or (visit.key in self.plan.alone and length != self.size):
             return "gives another number of rows per example than before"
         return None
 

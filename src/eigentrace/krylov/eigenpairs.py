@@ -13,7 +13,7 @@ from eigentrace.krylov.iterate import Ending, Krylov, ritz
 _SETTLED = 0.1
 
 
-# Orthonormality of the rows beyond which they are corrected: far above float32 rounding, far below bf16's.
+# Orthonormality of the directions beyond which they are corrected: far above float32 rounding, far below bf16's.
 _GRAM_TOL = 1e-5
 
 
@@ -40,7 +40,7 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class Eigenpairs:
-    """The kept eigenvectors as rows, with their spectrum."""
+    """The kept eigenvectors as directions, with their spectrum."""
 
     directions: Tensor  # G (K, P), orthonormal, in the type and place of the basis
     spectrum: Spectrum
@@ -76,8 +76,8 @@ def top_eigenpairs(krylov: Krylov, keep: int) -> Eigenpairs:
 
 def with_fixed_signs(directions: Tensor) -> Tensor:  # (K, P) -> (K, P), in place
     """Make the largest component of each eigenvector positive, so that equal fits give equal features."""
-    for row in directions:  # one by one: a copy of all rows may not fit beside them
-        row.mul_(row[row.abs().argmax()].sign())
+    for direction in directions:  # one by one: a copy of all of them may not fit beside them
+        direction.mul_(direction[direction.abs().argmax()].sign())
     return directions
 
 
@@ -86,13 +86,13 @@ def _orthonormal(coefficients: Tensor, gram: Tensor) -> Tensor:  # (K, m), (m, m
     products = coefficients @ gram @ coefficients.T
     if (products - torch.eye(len(products), dtype=gram.dtype)).abs().max() < _GRAM_TOL:
         return coefficients
-    # Symmetric (Löwdin) orthonormalisation: the nearest orthonormal rows, so no eigenvector is favoured.
+    # Symmetric (Löwdin) orthonormalisation: the nearest orthonormal vectors, so no eigenvector is favoured.
     values, vectors = torch.linalg.eigh(products)
     return (vectors / values.sqrt()) @ vectors.T @ coefficients
 
 
 def warn_unless_converged(spectrum: Spectrum) -> None:
-    """Say when the smallest kept eigenvalue is not settled, since δ and the last rows hang on it."""
+    """Say when the smallest kept eigenvalue is not settled, since δ and the last directions hang on it."""
     # A complete decomposition has nothing left to settle: what is uncertain there is rounding.
     if spectrum.converged is False and spectrum.ending is Ending.ALL_STEPS:
         last, bound = float(spectrum.eigenvalues[-1].abs()), float(spectrum.residuals[-1])  # type: ignore[index]

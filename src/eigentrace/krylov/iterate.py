@@ -59,7 +59,7 @@ class Memory(Protocol):
     """Where an iteration leaves its state, so that another process can go on from there."""
 
     def recall(self, store: Tensor) -> Snapshot | None:  # (capacity, P)
-        """Put the vectors that were kept back into the first rows of `store`; None if there are none."""
+        """Read the saved vectors into the first places of `store`; None if there are none."""
         ...
 
     def is_finished(self) -> bool:
@@ -71,7 +71,7 @@ class Memory(Protocol):
         ...
 
     def keep(self, store: Tensor, snapshot: Snapshot) -> None:  # (capacity, P)
-        """Keep the first `snapshot.count` rows. Those kept before are the same until the next restart."""
+        """Keep the first `snapshot.count` vectors. Those kept before are the same until the next restart."""
         ...
 
 

@@ -76,7 +76,7 @@ class SavedIteration:
         return found is not None and found[0].ending is not None
 
     def recall(self, store: Tensor) -> Snapshot | None:  # (capacity, P)
-        """Read the vectors that were kept into the first rows of `store`; None if nothing was kept yet."""
+        """Read the saved vectors into the first places of `store`; None if nothing was saved yet."""
         found = self._read_state()
         if found is None:
             return None
@@ -86,8 +86,8 @@ class SavedIteration:
             raise self._damaged(_STATE, f"it counts {snapshot.count} vectors where {len(store)} are the most")
         try:
             with file.open("rb") as stream:
-                for number, (row, expected) in enumerate(zip(store, checksums, strict=False)):
-                    if _fill(stream, row) != expected:
+                for number, (vector, expected) in enumerate(zip(store, checksums, strict=False)):
+                    if _fill(stream, vector) != expected:
                         raise self._damaged(
                             file.name, f"vector {number + 1} of {snapshot.count} is not what was kept there"
                         )
@@ -116,7 +116,7 @@ class SavedIteration:
             with file.open("wb" if anew else "r+b") as stream:
                 # Beyond what counts there may be part of a vector that a killed process wrote.
                 stream.seek(len(checksums) * store.shape[1] * store.element_size())
-                checksums += [_append(stream, row) for row in store[len(checksums) : snapshot.count]]
+                checksums += [_append(stream, vector) for vector in store[len(checksums) : snapshot.count]]
             sync(file)
             if anew:
                 sync(self.path)
@@ -226,21 +226,21 @@ def _hash(record: str, tensors: Mapping[str, Tensor]) -> str:
     return hash_arrays(((f"{name} {tuple(t.shape)} {t.dtype};", t) for name, t in sorted(tensors.items())), record)
 
 
-def _append(stream: IO[bytes], row: Tensor) -> int:
+def _append(stream: IO[bytes], vector: Tensor) -> int:
     """Write one vector and return the checksum of its bytes."""
     found = 0
-    for piece in row.split(_PIECE):
+    for piece in vector.split(_PIECE):
         data = piece.cpu().view(torch.uint8).numpy().data
         stream.write(data)
         found = zlib.crc32(data, found)
     return found
 
 
-def _fill(stream: BufferedReader, row: Tensor) -> int:
+def _fill(stream: BufferedReader, vector: Tensor) -> int:
     """Read one vector and return the checksum of its bytes; a file that is too short gives another one."""
     found = 0
-    for piece in row.split(_PIECE):
-        buffer = torch.empty(len(piece), dtype=row.dtype, device="cpu")
+    for piece in vector.split(_PIECE):
+        buffer = torch.empty(len(piece), dtype=vector.dtype, device="cpu")
         data = buffer.view(torch.uint8).numpy().data
         found = zlib.crc32(data[: stream.readinto(data)], found)
         piece.copy_(buffer)

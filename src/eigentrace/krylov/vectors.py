@@ -16,7 +16,7 @@ _CHUNK_NUMBERS = 1 << 24
 # Chunks that are packed on a GPU before they are multiplied: 512 MiB of bfloat16. Smaller ones are over before the next
 # is launched.
 _PACKED_NUMBERS = 1 << 28
-# Chunks and rows begin at multiples of this many numbers.
+# Chunks and vectors begin at multiples of this many numbers.
 _ALIGNED = 64
 # Numbers of a basis that are multiplied in one call: cuBLAS counts those of a matrix-vector product in 32 bits.
 _MOST_NUMBERS = (1 << 31) - 1
@@ -60,10 +60,10 @@ class Basis:
 
 
 class Vectors:
-    """Rows of P numbers, stored in one type and place, multiplied in another.
+    """Vectors of P numbers, stored in one type and place, multiplied in another.
 
-    Sums run in the working type (float32 or float64) whatever the storage. On a GPU, bfloat16 rows are multiplied as
-    they are: what they meet is split into three bfloat16 parts that hold all of its digits. Widening the rows first
+    Sums run in the working type (float32 or float64) whatever the storage. On a GPU, bfloat16 vectors are multiplied as
+    they are: what they meet is split into three bfloat16 parts that hold all of its digits. Widening the vectors first
     would move five times as many bytes.
     """
 
@@ -74,7 +74,7 @@ class Vectors:
         self._direct = dtype == like.dtype and device == like.device
         self._split = dtype == torch.bfloat16 and like.dtype == torch.float32 and like.device.type == "cuda"
         size = like.numel()
-        # Fast kernels ask for rows that start at a multiple of 16 bytes; memory that a GPU reads while it computes
+        # Fast kernels ask for vectors that start at a multiple of 16 bytes; memory that a GPU reads while it computes
         # must be pinned.
         width = -(-size // _ALIGNED) * _ALIGNED if self._split else size
         pinned = device.type == "cpu" and like.device.type == "cuda"
@@ -92,7 +92,7 @@ class Vectors:
     def dots(self, count: int, w: Tensor) -> Tensor:  # (P,) -> (count,)
         """Multiply the first `count` vectors with w."""
         if self._direct:
-            return torch.cat([self.store[rows] @ w for rows in self._blocks(count)])
+            return torch.cat([self.store[part] @ w for part in self._blocks(count)])
         right = thirds(w) if self._split else w[None]
         parts = (self._products(part, right[:, columns]) for columns, part in self._parts(count))
         return _sum(parts).sum(dim=1).to(self.working)
@@ -103,8 +103,8 @@ class Vectors:
         if self._direct:
             first, *others = self._blocks(coefficients.shape[-1])
             total = coefficients[..., first] @ self.store[first]
-            for rows in others:
-                total += coefficients[..., rows] @ self.store[rows]
+            for part in others:
+                total += coefficients[..., part] @ self.store[part]
             return total
         result = torch.empty(*coefficients.shape[:-1], self.store.shape[1], dtype=self.working, device=self.device)
         for columns, mixed in self._mixed(torch.atleast_2d(coefficients)):
@@ -151,7 +151,7 @@ class Vectors:
         k, count = coefficients.shape
         left = thirds(coefficients).flatten(0, 1) if self._split else coefficients
         for columns, part in self._parts(count, len(left)):
-            # Packed first: with rows gigabytes apart, matrix products read outside of them (cuBLAS 13, H200).
+            # Packed first: with vectors gigabytes apart, matrix products read outside of them (cuBLAS 13, H200).
             packed = part.contiguous()
             if self._split:
                 yield columns, times(left, packed).view(3, k, -1).sum(dim=0)
@@ -162,7 +162,7 @@ class Vectors:
         """Yield columns of the first `count` vectors, in the type of the storage, where they are to be multiplied."""
         total = self.store.shape[1]
         here = self._split and self.store.device == self.device
-        # Rows that are multiplied as they lie take no memory, whatever their number.
+        # Vectors that are multiplied as they lie take no memory, whatever their number.
         numbers = 1 if here and not results else max(count, results)
         largest = _PACKED_NUMBERS if here and results else _CHUNK_NUMBERS
         width = max(_ALIGNED, largest // numbers // _ALIGNED * _ALIGNED)
@@ -180,7 +180,7 @@ def thirds(numbers: Tensor) -> Tensor:  # float32 (*) -> bfloat16 (3, *)
     >>> bool((thirds(x).double().sum(dim=0) == x.double()).all())
     True
     """
-    # Rows that start at a multiple of 16 bytes, as in `Vectors`.
+    # Vectors that start at a multiple of 16 bytes, as in `Vectors`.
     size = numbers.numel()
     parts = torch.empty(3, -(-size // _ALIGNED) * _ALIGNED, dtype=torch.bfloat16, device=numbers.device)[:, :size]
     rest = numbers.flatten()
@@ -191,7 +191,7 @@ def thirds(numbers: Tensor) -> Tensor:  # float32 (*) -> bfloat16 (3, *)
 
 
 def in_pieces(left: Tensor, right: Tensor) -> Tensor:  # (m, width), (n, width) -> (m, n) float64
-    """Sum products of bfloat16 or float32 rows in many short pieces.
+    """Sum products of bfloat16 or float32 vectors in many short pieces.
 
     One long product would leave most of a GPU idle; and its matrix units cut every partial sum short, which over
     millions of terms of one sign costs four digits. On some processors one of float32 loses digits too.
@@ -215,20 +215,20 @@ def _sum(parts: Iterator[Tensor]) -> Tensor:
     return total
 
 
-def _streamed(rows: Tensor, spans: list[slice], device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Bring columns of pinned rows to a GPU, the next ones while these are being worked on."""
+def _streamed(vectors: Tensor, spans: list[slice], device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+    """Bring columns of pinned vectors to a GPU, the next ones while these are being worked on."""
     here, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     width = max(span.stop - span.start for span in spans)
-    buffers = [torch.empty(len(rows), width, dtype=rows.dtype, device=device) for _ in range(2)]
+    buffers = [torch.empty(len(vectors), width, dtype=vectors.dtype, device=device) for _ in range(2)]
     copied, used = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
 
     def fetch(number: int) -> None:
         span, which = spans[number], number % 2
         side.wait_event(used[which])
         with torch.cuda.stream(side):
-            # Row by row: only pieces without gaps are copied without a detour.
-            for target, row in zip(buffers[which], rows, strict=True):
-                target[: span.stop - span.start].copy_(row[span], non_blocking=True)
+            # One by one: only pieces without gaps are copied without a detour.
+            for target, vector in zip(buffers[which], vectors, strict=True):
+                target[: span.stop - span.start].copy_(vector[span], non_blocking=True)
         copied[which].record(side)
 
     for event in used:

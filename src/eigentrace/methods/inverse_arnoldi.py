@@ -11,7 +11,7 @@ from eigentrace.krylov.iterate import arnoldi
 from eigentrace.methods.arnoldi import start_vector
 from eigentrace.methods.lissa import Lissa
 from eigentrace.numeric.seeding import generator_of
-from eigentrace.projection.directions import DenseRows
+from eigentrace.projection.directions import DenseDirections
 from eigentrace.settings import check_counts, settings_of
 from eigentrace.task.task import Task
 
@@ -45,7 +45,7 @@ class InverseArnoldi:
         with task.session():
             krylov = arnoldi(lambda v: solved.solve(v[None])[0], start, self.steps)
             eigenpairs = top_eigenpairs(krylov, self.keep)
-        rows = DenseRows(eigenpairs.directions, task.layout)
+        directions = DenseDirections(eigenpairs.directions, task.layout)
         # Eigenvalues of H⁻¹ multiply, where those of H divide.
-        block = Block(rows, eigenpairs.spectrum.eigenvalues)
+        block = Block(directions, eigenpairs.spectrum.eigenvalues)
         return DirectionsFit(task, (block,), settings_of(self), solved.num_train, has_curvature=True)

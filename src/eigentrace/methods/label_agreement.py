@@ -13,7 +13,7 @@ from eigentrace.errors import TaskError, UnsupportedError
 from eigentrace.fits.fitted import Fitted
 from eigentrace.numeric.accumulate import over
 from eigentrace.projection import Job, project
-from eigentrace.projection.directions import DenseRows, Rows
+from eigentrace.projection.directions import DenseDirections, Directions
 from eigentrace.projection.engine import Compute
 from eigentrace.task.checks import check_losses
 from eigentrace.task.task import Task, Values
@@ -77,10 +77,10 @@ def check_classifier(task: Task, data: Data, what: str) -> int:
     return logits.shape[1]
 
 
-def job_of(task: Task, function: Any, rows: Rows | None, norms: bool, compute: Compute) -> Job:
+def job_of(task: Task, function: Any, directions: Directions | None, norms: bool, compute: Compute) -> Job:
     """Make a job that differentiates `function(task, values, batch)` of the task in the precision asked for."""
-    job = Job.of(task, "losses", rows, norms, compute)
-    return Job(job.task, partial(function, job.task), job.rows, norms, compute)
+    job = Job.of(task, "losses", directions, norms, compute)
+    return Job(job.task, partial(function, job.task), job.directions, norms, compute)
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class SupportFit(Fitted):
         """Score training examples: each is taken to be one of those summed up, and taken out again."""
         scores = torch.empty(len(data), dtype=self.task.layout.dtype, device="cpu")
         with self.task.session():
-            rows = DenseRows(self.total[None], self.task.layout)
-            for batch, found in project(job_of(self.task, margins, rows, True, compute), data, "Support"):
+            total = DenseDirections(self.total[None], self.task.layout)
+            for batch, found in project(job_of(self.task, margins, total, True, compute), data, "Support"):
                 norms = found.squares().sqrt()
                 along = over(found.features[:, 0], norms) - (norms > 0).to(norms)
                 scores[batch.rows] = (-along / self.num_train).to(scores)
@@ -110,7 +110,7 @@ class Features:
     """What examples are described by: gradients of functions of the logits, projected, side by side, at unit length."""
 
     task: Task
-    rows: DenseRows
+    directions: DenseDirections
     functions: Tensor  # (F, classes)
 
     def of(self, data: Data, compute: Compute) -> Iterator[tuple[Batch, Tensor, Tensor]]:
@@ -118,7 +118,9 @@ class Features:
         # One size of batch for all passes, which go side by side.
         compute = replace(compute, batch="data") if compute.batch == "auto" else compute
         passes = [
-            project(job_of(self.task, partial(_combined, weights), self.rows, False, compute), data, "Logit gradients")
+            project(
+                job_of(self.task, partial(_combined, weights), self.directions, False, compute), data, "Logit gradients"
+            )
             for weights in self.functions.to(self.task.layout.device)
         ]
         for found in zip(*passes, strict=True):

@@ -147,9 +147,9 @@ class FlipsAndShifts:
         height, width = images.shape[-2:]
         padded = F.pad(images, (self.pixels,) * 4).permute(0, 2, 3, 1)
         index = torch.arange(len(images), device=images.device)[:, None, None]
-        rows = (y[:, None] + torch.arange(height, device=images.device))[:, :, None]
-        columns = (x[:, None] + torch.arange(width, device=images.device))[:, None]
-        return padded[index, rows, columns].permute(0, 3, 1, 2).contiguous()
+        vertical = (y[:, None] + torch.arange(height, device=images.device))[:, :, None]
+        horizontal = (x[:, None] + torch.arange(width, device=images.device))[:, None]
+        return padded[index, vertical, horizontal].permute(0, 3, 1, 2).contiguous()
 
 
 FLIPS_AND_SHIFTS = FlipsAndShifts()

@@ -13,7 +13,7 @@ from eigentrace.fits.weighted_directions import Block
 from eigentrace.methods.method import ready
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.progress import track
-from eigentrace.projection.directions import DenseRows, UnitRows
+from eigentrace.projection.directions import CoordinateDirections, DenseDirections
 from eigentrace.settings import check_counts, check_not_negative, settings_of
 from eigentrace.task.checkpoints import Source, find_checkpoints
 from eigentrace.task.layout import normal
@@ -22,24 +22,24 @@ from eigentrace.task.task import Task
 
 @dataclass(frozen=True)
 class RandProj:
-    """Gradient similarity through K Gaussian rows: an unbiased estimate of ⟨g(x), g(z)⟩."""
+    """Gradient similarity through K Gaussian directions: an unbiased estimate of ⟨g(x), g(z)⟩."""
 
     keep: int = 50
-    """K, the number of rows."""
+    """K, the number of directions."""
     seed: int = 0
-    """Fixes the rows."""
+    """Fixes the directions."""
 
     def __post_init__(self) -> None:
         check_counts(1, keep=self.keep)
         check_counts(0, seed=self.seed)
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> DirectionsFit:
-        """Draw the rows; see `Method.fit` for the arguments."""
+        """Draw the directions; see `Method.fit` for the arguments."""
         task, data, size = ready(task, data, num_train)
         generator = generator_of(self.seed)
         matrix = normal((self.keep, task.layout.numel), generator, task.layout)
         weights = torch.full((self.keep,), 1 / self.keep, dtype=torch.float64, device="cpu")
-        block = Block(DenseRows(matrix, task.layout), weights)
+        block = Block(DenseDirections(matrix, task.layout), weights)
         return DirectionsFit(task, (block,), settings_of(self), size)
 
 
@@ -63,7 +63,9 @@ class RandSelect:
             raise InputError(f"keep={self.keep} is more than the {task.layout.numel} selected parameters: lower keep.")
         generator = generator_of(self.seed)
         index = torch.randperm(task.layout.numel, generator=generator, device="cpu")[: self.keep].sort().values
-        block = Block(UnitRows(index, task.layout), torch.ones(self.keep, dtype=torch.float64, device="cpu"))
+        block = Block(
+            CoordinateDirections(index, task.layout), torch.ones(self.keep, dtype=torch.float64, device="cpu")
+        )
         return DirectionsFit(task, (block,), settings_of(self), size)
 
 
@@ -87,7 +89,7 @@ class TracIn:
         if len(weights) != len(states):
             raise InputError(f"Got {len(weights)} learning_rates for {len(states)} checkpoints: give one for each.")
         check_not_negative(**{f"learning_rates[{i}]": weight for i, weight in enumerate(weights)})
-        empty = DenseRows(task.vector.new_zeros(0, task.layout.numel), task.layout)
+        empty = DenseDirections(task.vector.new_zeros(0, task.layout.numel), task.layout)
         no_weights = torch.zeros(0, dtype=torch.float64, device="cpu")
         blocks = tuple(
             Block(empty, no_weights, float(weight), state) for weight, state in zip(weights, states, strict=True)

@@ -12,7 +12,7 @@ from eigentrace.fits.fitted import checked_compute
 from eigentrace.methods.label_agreement import Features, TangentFit, check_classifier, left_out
 from eigentrace.methods.method import ready
 from eigentrace.numeric.seeding import generator_of
-from eigentrace.projection.directions import DenseRows
+from eigentrace.projection.directions import DenseDirections
 from eigentrace.settings import check_counts, check_not_negative, settings_of
 from eigentrace.task.layout import normal
 from eigentrace.task.task import Task
@@ -34,13 +34,13 @@ class TangentRidge:
     """
 
     keep: int = 64
-    """Gaussian rows that each logit's gradient is projected on."""
+    """Gaussian directions that each logit's gradient is projected on."""
     outputs: int = 10
     """At most this many functions of the logits: the logits themselves, or random signs of them if there are more."""
     ridge: float | Literal["auto"] = "auto"
     """λ, a share of the features' mean square; "auto" takes the one of least leave-one-out error."""
     seed: int = 0
-    """Fixes the rows and signs."""
+    """Fixes the directions and signs."""
 
     def __post_init__(self) -> None:
         check_counts(1, keep=self.keep, outputs=self.outputs)
@@ -56,8 +56,8 @@ class TangentRidge:
         generator = generator_of(self.seed)
         with task.session():
             classes = check_classifier(task, data, "TangentRidge")
-            rows = normal((self.keep, task.layout.numel), generator, task.layout)
-            features = Features(task, DenseRows(rows, task.layout), self._functions(classes, generator))
+            directions = normal((self.keep, task.layout.numel), generator, task.layout)
+            features = Features(task, DenseDirections(directions, task.layout), self._functions(classes, generator))
             ridge, gram, moment = self._moments(features, data, generator)
         eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         inverse = torch.linalg.inv(gram + ridge * eye)

@@ -59,8 +59,9 @@ class Portions:
             if stop - start == 1:
                 raise MemoryLimitError(
                     f"One example does not fit in the memory of {job.task.layout.device} beside the model and "
-                    f"{job.rows.count} rows. Keep fewer rows (fitted.distill), select fewer parameters, use "
-                    "Compute(precision='bf16'), or hold the rows in host memory (Basis(place='host'))."
+                    f"{job.directions.count} directions. Keep fewer directions (fitted.distill), select fewer "
+                    "parameters, use Compute(precision='bf16'), or store the directions in host memory "
+                    "(Basis(place='host'))."
                 )
             self.room = (stop - start) // 2 * width
             torch.cuda.empty_cache()
@@ -115,9 +116,10 @@ _PLURAL = {"loss": "losses", "measurement": "measurements"}
 def preferred(job: Job) -> tuple[Engine, ...]:
     """Order the engines for this work, the best first.
 
-    Layerwise reverse mode costs a few training steps, almost whatever the number of rows. Without it, forward mode
-    costs a JVP per row whatever the number of parameters, and per-example reverse mode one gradient per example
-    whatever the number of rows, but few examples at a time when the model is large. Forward mode gives no norms.
+    Layerwise reverse mode costs a few training steps, almost regardless of the number of directions. Forward mode costs
+    one JVP per direction and batch regardless of the number of parameters, and computes no norms. Per-example reverse
+    mode costs one gradient per example regardless of the number of directions, but few examples fit at a time when the
+    model is large.
     """
     others = _without_rules(job)
     if job.compute.engine == "forward":
@@ -146,7 +148,7 @@ def _without_rules(job: Job) -> tuple[Engine, ...]:
     if job.norms:
         return (vmapped, one_by_one)
     slowdown = max(1.0, _FULL_BATCH / job.vectors_at_once)
-    if _GRADIENT_COST * slowdown <= _JVP_COST * job.rows.count:
+    if _GRADIENT_COST * slowdown <= _JVP_COST * job.directions.count:
         return (vmapped, forward, one_by_one)
     return (forward, vmapped, one_by_one)
 
@@ -157,7 +159,7 @@ def fitting_batch(job: Job, data: Data) -> int | None:
         return None
     if not isinstance(job.compute.batch, str):
         return int(job.compute.batch)
-    job = replace(job, rows=placed(job.rows, job.task.layout.device, job.compute))
+    job = replace(job, directions=placed(job.directions, job.task.layout.device, job.compute))
     largest = largest_batch(InTurn(preferred(job)), job, data) if job.compute.batch == "auto" else None
     return largest or len(data.first(len(data)))
 
@@ -178,7 +180,7 @@ def project(
         rows: Only these, in the batches that a pass over everything would put them in.
         digests: Whether batches carry the digests of their examples.
     """
-    job = replace(job, rows=placed(job.rows, job.task.layout.device, job.compute))
+    job = replace(job, directions=placed(job.directions, job.task.layout.device, job.compute))
     batch_size = job.compute.batch
     if not isinstance(batch_size, str):
         data = data.rebatched(int(batch_size))
@@ -326,9 +328,9 @@ def in_chunks(parts: Iterator[Tensor], budget: int) -> Iterator[Tensor]:
     """Gather gradients (b, P) into pieces of at most `budget` bytes, at least one gradient each."""
     held: list[Tensor] = []
     for part in parts:
-        for row in part.split(1):
-            if held and (len(held) + 1) * row.nbytes > budget:
+        for gradient in part.split(1):
+            if held and (len(held) + 1) * gradient.nbytes > budget:
                 yield torch.cat(held)
                 held = []
-            held.append(row)
+            held.append(gradient)
     yield torch.cat(held)

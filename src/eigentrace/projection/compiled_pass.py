@@ -1,7 +1,7 @@
 """A whole pass, forward and backward, traced once per shape of batch and compiled.
 
-The pass is traced as it runs, taps and all, into a graph of plain operations; the products with rows stay calls of
-their own, so that the compiler neither sees nor unrolls how they are chunked.
+The pass is traced as it runs, taps and all, into a graph of plain operations; the products with directions stay calls
+of their own, so that the compiler neither sees nor unrolls how they are chunked.
 """
 
 import warnings
@@ -100,9 +100,9 @@ class _Operations:
     def __init__(self) -> None:
         _define()
 
-    def dot(self, form: Outer, rows: Tensor, budget: int) -> Tensor:
+    def dot(self, form: Outer, directions: Tensor, budget: int) -> Tensor:
         sides = (*_side(form.left), *_side(form.right))
-        return torch.ops.eigentrace.outer_dot(*sides, form.groups, rows, budget)
+        return torch.ops.eigentrace.outer_dot(*sides, form.groups, directions, budget)
 
     def square_norms(self, form: Outer, budget: int) -> Tensor:
         sides = (*_side(form.left), *_side(form.right))
@@ -116,8 +116,8 @@ def _side(factor: Factor) -> tuple[Tensor, int]:
     return factor.take(0, factor.examples).contiguous(), 0
 
 
-def _form(left: Tensor, left_rows: int, right: Tensor, right_rows: int, groups: int) -> Outer:
-    a, b = (OneHot(t, rows) if rows else Dense(t) for t, rows in ((left, left_rows), (right, right_rows)))
+def _form(left: Tensor, left_width: int, right: Tensor, right_width: int, groups: int) -> Outer:
+    a, b = (OneHot(t, width) if width else Dense(t) for t, width in ((left, left_width), (right, right_width)))
     return Outer(a, b, len(left), groups)
 
 
@@ -128,22 +128,24 @@ def _define() -> None:
 
     @torch.library.custom_op("eigentrace::outer_dot", mutates_args=())
     def outer_dot(
-        left: Tensor, left_rows: int, right: Tensor, right_rows: int, groups: int, rows: Tensor, budget: int
+        left: Tensor, left_width: int, right: Tensor, right_width: int, groups: int, directions: Tensor, budget: int
     ) -> Tensor:
         with _standing_in(None):
-            return _form(left, left_rows, right, right_rows, groups).dot(rows, budget).contiguous()
+            return _form(left, left_width, right, right_width, groups).dot(directions, budget).contiguous()
 
     @outer_dot.register_fake
-    def _(left, left_rows, right, right_rows, groups, rows, budget):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        return rows.new_empty(left.shape[0], rows.shape[0], dtype=torch.promote_types(rows.dtype, torch.float32))
+    def _(left, left_width, right, right_width, groups, directions, budget):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        return directions.new_empty(
+            left.shape[0], directions.shape[0], dtype=torch.promote_types(directions.dtype, torch.float32)
+        )
 
     @torch.library.custom_op("eigentrace::outer_square_norms", mutates_args=())
     def outer_square_norms(
-        left: Tensor, left_rows: int, right: Tensor, right_rows: int, groups: int, budget: int
+        left: Tensor, left_width: int, right: Tensor, right_width: int, groups: int, budget: int
     ) -> Tensor:
         with _standing_in(None):
-            return _form(left, left_rows, right, right_rows, groups).square_norms(budget).contiguous()
+            return _form(left, left_width, right, right_width, groups).square_norms(budget).contiguous()
 
     @outer_square_norms.register_fake
-    def _(left, left_rows, right, right_rows, groups, budget):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def _(left, left_width, right, right_width, groups, budget):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         return right.new_empty(left.shape[0], dtype=torch.promote_types(right.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The rows that gradients are projected on: dense vectors, single coordinates, rotated coordinates, or side by side."""
+"""Directions that gradients are projected on: dense vectors, coordinates, rotated coordinates, or several stacked."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from eigentrace.task.layout import Layout
 
 
 class Part(Protocol):
-    """Those of the rows, or that piece of them, which meet one parameter."""
+    """Those of the directions, or that piece of them, which meet one parameter."""
 
     def add(self, form: LayerGradients, out: Tensor, budget: int) -> None:  # (B, K)
         """Add what one parameter's gradients contribute to the features."""
         ...
 
 
-class Rows(Protocol):
+class Directions(Protocol):
     """K linear functions of the parameter vector."""
 
     @property
@@ -31,35 +31,35 @@ class Rows(Protocol):
         ...
 
     def dense(self, start: int, stop: int) -> Tensor:  # (stop - start, P)
-        """Write some of the rows out."""
+        """Write some of the directions out."""
         ...
 
     def parts(self, name: str, offset: int = 0) -> Iterator[Part]:
-        """Yield what meets one parameter; the first of these rows stands in column `offset` of the features."""
+        """Yield what meets one parameter; the first of these directions stands in column `offset` of the features."""
         ...
 
 
-def apply(rows: Rows, gradients: Mapping[str, Tensor]) -> Tensor:  # {name: (B, *s)} -> (B, K)
+def apply(directions: Directions, gradients: Mapping[str, Tensor]) -> Tensor:  # {name: (B, *s)} -> (B, K)
     """Multiply written-out gradients, parameter by parameter so that they are never copied side by side."""
     first = next(iter(gradients.values()))
     wide = reduce(torch.promote_types, (gradient.dtype for gradient in gradients.values()), torch.float32)
-    out = torch.zeros(len(first), rows.count, dtype=wide, device=first.device)
+    out = torch.zeros(len(first), directions.count, dtype=wide, device=first.device)
     for name, gradient in gradients.items():
         form = Direct(gradient.reshape(len(first), gradient[0].numel()))
-        for part in rows.parts(name):
+        for part in directions.parts(name):
             part.add(form, out, budget=out.nbytes)
     return out
 
 
 @dataclass(frozen=True)
 class DensePart:
-    """A block of columns of dense rows."""
+    """A block of columns of dense directions."""
 
     matrix: Tensor  # (K, p)
     offset: int
 
     def add(self, form: LayerGradients, out: Tensor, budget: int) -> None:
-        """Add the products with the rows."""
+        """Add the products with the directions."""
         self.put(form.dot(self.matrix, budget), out)
 
     def put(self, products: Tensor, out: Tensor) -> None:  # (B, k) -> (B, K)
@@ -68,8 +68,8 @@ class DensePart:
 
 
 @dataclass(frozen=True)
-class DenseRows:
-    """Rows given as a matrix, in any floating type, on any device."""
+class DenseDirections:
+    """Directions given as a matrix, in any floating type, on any device."""
 
     matrix: Tensor  # (K, P)
     layout: Layout
@@ -80,7 +80,7 @@ class DenseRows:
         return self.matrix.shape[0]
 
     def dense(self, start: int, stop: int) -> Tensor:
-        """Write some of the rows out."""
+        """Write some of the directions out."""
         return self.matrix[start:stop].to(self.layout.device, self.layout.dtype)
 
     def parts(self, name: str, offset: int = 0) -> Iterator[Part]:
@@ -90,8 +90,8 @@ class DenseRows:
 
 
 @dataclass(frozen=True)
-class UnitPart:
-    """Rows that pick coordinates of one parameter."""
+class CoordinatePart:
+    """Directions that pick coordinates of one parameter."""
 
     index: Tensor  # (k,) within the parameter
     columns: Tensor  # (k,)
@@ -102,8 +102,8 @@ class UnitPart:
 
 
 @dataclass(frozen=True)
-class UnitRows:
-    """Rows that each pick one coordinate: K numbers instead of K × P."""
+class CoordinateDirections:
+    """Directions that each pick one coordinate: K numbers instead of K × P."""
 
     index: Tensor  # (K,) positions in the flat vector
     layout: Layout
@@ -114,10 +114,10 @@ class UnitRows:
         return len(self.index)
 
     def dense(self, start: int, stop: int) -> Tensor:
-        """Write some of the rows out."""
+        """Write some of the directions out."""
         index = self.index[start:stop].to(self.layout.device)
-        rows = torch.zeros(len(index), self.layout.numel, dtype=self.layout.dtype, device=self.layout.device)
-        return rows.scatter_(1, index[:, None], 1.0)
+        directions = torch.zeros(len(index), self.layout.numel, dtype=self.layout.dtype, device=self.layout.device)
+        return directions.scatter_(1, index[:, None], 1.0)
 
     def parts(self, name: str, offset: int = 0) -> Iterator[Part]:
         """Yield the coordinates that lie in one parameter."""
@@ -125,19 +125,19 @@ class UnitRows:
         here = ((self.index >= span.start) & (self.index < span.stop)).nonzero().squeeze(1)
         if len(here):
             device = self.layout.device
-            yield UnitPart((self.index[here] - span.start).to(device), here.to(device) + offset)
+            yield CoordinatePart((self.index[here] - span.start).to(device), here.to(device) + offset)
 
 
-def none(layout: Layout) -> UnitRows:
-    """Return no rows."""
-    return UnitRows(torch.empty(0, dtype=torch.long), layout)
+def none(layout: Layout) -> CoordinateDirections:
+    """Return no directions."""
+    return CoordinateDirections(torch.empty(0, dtype=torch.long), layout)
 
 
 @dataclass(frozen=True)
 class Rotation:
     """Which coordinates of one parameter's gradient to take, after turning both of its sides.
 
-    A matrix parameter is read as (L, R): its first dimension, and all others together. A row is
+    A matrix parameter is read as (L, R): its first dimension, and all others together. A direction is
     left[:, i] ⊗ right[:, j]; None stands for the natural basis of that side.
     """
 
@@ -147,9 +147,9 @@ class Rotation:
 
     def trimmed(self) -> "Rotation":
         """Return the same coordinates without the columns that none of them uses."""
-        left, row = _used(self.left, self.pairs[0])
-        right, column = _used(self.right, self.pairs[1])
-        return Rotation(left, right, torch.stack([row, column]))
+        left, i = _used(self.left, self.pairs[0])
+        right, j = _used(self.right, self.pairs[1])
+        return Rotation(left, right, torch.stack([i, j]))
 
     def picked(self, index: Tensor) -> "Rotation":
         """Return some of the coordinates."""
@@ -199,15 +199,15 @@ class RotatedPart:
             turned = self.rotation.left.to(turned.dtype).T @ turned
         if self.rotation.right is not None:
             turned = turned @ self.rotation.right.to(turned.dtype)
-        row, column = self.rotation.pairs
-        return turned[:, row, column]
+        i, j = self.rotation.pairs
+        return turned[:, i, j]
 
 
 @dataclass(frozen=True)
-class RotatedRows:
+class RotatedDirections:
     """Coordinates of gradients in a two-sided rotated basis, parameter after parameter.
 
-    A row costs two vectors instead of P numbers, and a thousand of them little more than the rotation.
+    A direction costs two vectors instead of P numbers, and a thousand of them little more than the rotation.
     """
 
     rotations: Mapping[str, Rotation]
@@ -228,19 +228,19 @@ class RotatedRows:
         return [name for name in self.layout.names if name in self.rotations]
 
     def dense(self, start: int, stop: int) -> Tensor:
-        """Write some of the rows out."""
-        rows = torch.zeros(stop - start, self.layout.numel, dtype=self.layout.dtype, device=self.layout.device)
+        """Write some of the directions out."""
+        directions = torch.zeros(stop - start, self.layout.numel, dtype=self.layout.dtype, device=self.layout.device)
         offset = 0
         for name in self._names:
             rotation, span = self.rotations[name], self.layout.span(name)
             for k, (i, j) in enumerate(rotation.pairs.T.tolist()):
                 if start <= offset + k < stop:
                     L, R = matrix_shape(self.layout, name)
-                    left = _column(rotation.left, i, L, rows)
-                    right = _column(rotation.right, j, R, rows)
-                    rows[offset + k - start, span] = torch.outer(left, right).flatten()
+                    left = _column(rotation.left, i, L, directions)
+                    right = _column(rotation.right, j, R, directions)
+                    directions[offset + k - start, span] = torch.outer(left, right).flatten()
             offset += rotation.pairs.shape[1]
-        return rows
+        return directions
 
     def parts(self, name: str, offset: int = 0) -> Iterator[Part]:
         """Yield the coordinates of one parameter."""
@@ -250,8 +250,8 @@ class RotatedRows:
                 yield RotatedPart(rotation, matrix_shape(self.layout, name), offset)
             offset += rotation.pairs.shape[1]
 
-    def picked(self, index: Tensor) -> "RotatedRows":  # (k,) ascending
-        """Return some of the rows."""
+    def picked(self, index: Tensor) -> "RotatedDirections":  # (k,) ascending
+        """Return some of the directions."""
         rotations, offset = {}, 0
         for name in self._names:
             count = self.rotations[name].pairs.shape[1]
@@ -259,7 +259,7 @@ class RotatedRows:
             if len(here):
                 rotations[name] = self.rotations[name].picked(here.to(self.rotations[name].pairs.device))
             offset += count
-        return RotatedRows(rotations, self.layout)
+        return RotatedDirections(rotations, self.layout)
 
 
 def _column(basis: Tensor | None, index: int, size: int, like: Tensor) -> Tensor:
@@ -271,51 +271,51 @@ def _column(basis: Tensor | None, index: int, size: int, like: Tensor) -> Tensor
 
 
 @dataclass(frozen=True)
-class StackedRows:
-    """Several kinds of rows, one after the other."""
+class StackedDirections:
+    """Several kinds of directions, one after the other."""
 
-    stacked: Sequence[Rows]
+    stacked: Sequence[Directions]
 
     @property
     def count(self) -> int:
         """K."""
-        return sum(rows.count for rows in self.stacked)
+        return sum(directions.count for directions in self.stacked)
 
     def dense(self, start: int, stop: int) -> Tensor:
-        """Write some of the rows out."""
+        """Write some of the directions out."""
         pieces, offset = [], 0
-        for rows in self.stacked:
-            low, high = max(start - offset, 0), min(stop - offset, rows.count)
+        for directions in self.stacked:
+            low, high = max(start - offset, 0), min(stop - offset, directions.count)
             if low < high:
-                pieces.append(rows.dense(low, high))
-            offset += rows.count
+                pieces.append(directions.dense(low, high))
+            offset += directions.count
         return torch.cat(pieces)
 
     def parts(self, name: str, offset: int = 0) -> Iterator[Part]:
         """Yield what meets one parameter, of every kind."""
-        for rows in self.stacked:
-            yield from rows.parts(name, offset)
-            offset += rows.count
+        for directions in self.stacked:
+            yield from directions.parts(name, offset)
+            offset += directions.count
 
 
 @dataclass(frozen=True)
-class NarrowedRows:
-    """Rows seen by some of the parameters only."""
+class NarrowedDirections:
+    """Directions seen by some of the parameters only."""
 
-    rows: Rows
+    directions: Directions
     whole: Layout
     layout: Layout
 
     @property
     def count(self) -> int:
         """K."""
-        return self.rows.count
+        return self.directions.count
 
     def dense(self, start: int, stop: int) -> Tensor:
-        """Write some of the rows out, without the columns of other parameters."""
-        rows = self.rows.dense(start, stop)
-        return torch.cat([rows[:, self.whole.span(name)] for name in self.layout.names], dim=1)
+        """Write some of the directions out, without the columns of other parameters."""
+        directions = self.directions.dense(start, stop)
+        return torch.cat([directions[:, self.whole.span(name)] for name in self.layout.names], dim=1)
 
     def parts(self, name: str, offset: int = 0) -> Iterator[Part]:
         """Yield what meets one parameter."""
-        return self.rows.parts(name, offset)
+        return self.directions.parts(name, offset)

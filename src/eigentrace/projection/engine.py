@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eigentrace.errors import InputError, UnsupportedError
 from eigentrace.gradients.layer_gradients import LayerGradients
-from eigentrace.projection.directions import Rows, none
+from eigentrace.projection.directions import Directions, none
 from eigentrace.settings import check_counts
 from eigentrace.task.task import Task, Values
 
@@ -28,7 +28,7 @@ class Compute:
     engine: Literal["auto", "layerwise", "forward", "reverse"] = "auto"
     """"auto" takes layerwise reverse mode where the model has rules for it, and another engine for the rest."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """"bf16" runs the model under autocast and multiplies rows in bfloat16: faster on a GPU, about two digits."""
+    """"bf16" runs the model under autocast and multiplies directions in bfloat16: faster on a GPU, about two digits."""
     memory: int | float | None = None
     """Bytes (an integer) or share of the free memory (a fraction) beyond the model's own pass; None for a default."""
     batch: int | Literal["auto", "data"] = "auto"
@@ -133,11 +133,11 @@ def joined(parts: list[Projection]) -> Projection:
 
 @dataclass(frozen=True)
 class Job:
-    """What to project: the gradient of a per-example function, on rows, with or without its norm."""
+    """What to project: the gradient of a per-example function, on directions, with or without its norm."""
 
     task: Task
     function: PerExample
-    rows: Rows
+    directions: Directions
     norms: bool = False
     compute: Compute = field(default_factory=Compute)
     gather: MakeGather | None = None
@@ -157,12 +157,12 @@ class Job:
     def of(
         task: Task,
         what: Literal["losses", "measurements"],
-        rows: Rows | None = None,
+        directions: Directions | None = None,
         norms: bool = False,
         compute: Compute | None = None,
         outputs: bool = False,
     ) -> "Job":
-        """Make a job whose model runs in the precision asked for; without rows, gradients are all there is to ask.
+        """Make a job whose model runs in the precision of `compute`; without `directions`, it has no features.
 
         Outputs can be asked for only where the task has them; a measurement of its own is not taken from them.
         """
@@ -172,7 +172,9 @@ class Job:
             "measurement" if what == "measurements" and task.has_measurement else "loss"
         )
         outputs = outputs and task.has_outputs and name == "loss"
-        return Job(task, getattr(task, what), rows or none(task.layout), norms, compute, name=name, outputs=outputs)
+        return Job(
+            task, getattr(task, what), directions or none(task.layout), norms, compute, name=name, outputs=outputs
+        )
 
     @property
     def budget(self) -> int:

@@ -1,4 +1,4 @@
-"""Forward mode, the paper's way: one Jacobian-vector product per row, and never a gradient in memory."""
+"""Forward mode, the paper's way: one Jacobian-vector product per direction, and never a gradient in memory."""
 
 from typing import Any
 
@@ -10,19 +10,19 @@ from eigentrace.errors import UnsupportedError
 from eigentrace.projection.engine import Job, Projection
 
 # Tangents that travel through the model together; each carries its own copy of the activations.
-_MOST_ROWS_AT_ONCE = 8
+_MOST_DIRECTIONS_AT_ONCE = 8
 
 
 def forward(job: Job, batch: Any, size: int) -> Projection:
-    """Project by pushing each row forward through the per-example function."""
+    """Project by pushing each direction forward through the per-example function."""
     if job.norms:
         raise UnsupportedError("Forward mode gives no gradient norms: use a reverse-mode engine.")
-    task, rows, layout = job.task, job.rows, job.task.layout
-    at_once = min(_MOST_ROWS_AT_ONCE, job.vectors_at_once)
+    task, directions, layout = job.task, job.directions, job.task.layout
+    at_once = min(_MOST_DIRECTIONS_AT_ONCE, job.vectors_at_once)
     losses, outputs = job.evaluate(task.params, batch)
     columns = [
-        _push(job, rows.dense(start, min(start + at_once, rows.count)), batch)
-        for start in range(0, rows.count, at_once)
+        _push(job, directions.dense(start, min(start + at_once, directions.count)), batch)
+        for start in range(0, directions.count, at_once)
     ]
     features = torch.cat(columns).T if columns else losses.new_zeros(size, 0)
     return Projection(features.to(layout.dtype), None, losses, outputs=outputs, is_whole=True)
@@ -39,6 +39,6 @@ def _push(job: Job, tangents: Tensor, batch: Any) -> Tensor:  # (k, P) -> (k, B)
             return vmap(one)(tangents)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # an operation without a batching rule: one row at a time
+        except RuntimeError:  # an operation without a batching rule: one direction at a time
             pass
     return torch.stack([one(tangent) for tangent in tangents])

@@ -1,7 +1,7 @@
 """Layerwise reverse mode: one forward and one backward pass per batch, and never a whole per-example gradient.
 
 Each use of a parameter yields the gradients of all examples as a form; the form is multiplied with the parameter's
-piece of the rows and dropped before the backward pass goes on. Parameters without a rule go by another engine, alone.
+piece of the directions and dropped before the backward pass continues. Parameters without a rule use another engine.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ from eigentrace.gradients.outer_products import Outer, square_norms
 from eigentrace.gradients.taps import Plan, Taps, UnplannedError, returned, survey
 from eigentrace.gradients.watch import READ_MANY, Watched
 from eigentrace.projection.compiled_pass import CompiledPass
-from eigentrace.projection.directions import DensePart, NarrowedRows, Part, apply
+from eigentrace.projection.directions import DensePart, NarrowedDirections, Part, apply
 from eigentrace.projection.engine import Engine, Gather, Job, Projection
 from eigentrace.task.task import Values
 
@@ -54,7 +54,7 @@ class Collected:
     small: dict[str, Tensor] = field(default_factory=dict)
 
     def receive(self, watched: Watched, form: LayerGradients) -> None:
-        """Multiply a gradient with its piece of the rows; keep it only while it waits for others."""
+        """Multiply a gradient with its piece of the directions; keep it only while it waits for others."""
         for name, own in returned(watched, form):
             if name in self.skipped:
                 continue
@@ -63,9 +63,9 @@ class Collected:
             if isinstance(own, Direct) and self.uses[name] == 1:
                 self._hold(name, own)
             elif self.squares is not None and self.uses[name] == 1 and isinstance(own, Outer):
-                self._multiply_and_square(own, list(self.job.rows.parts(name)))
+                self._multiply_and_square(own, list(self.job.directions.parts(name)))
             else:
-                self._multiply(own, self.job.rows.parts(name))
+                self._multiply(own, self.job.directions.parts(name))
                 if self.squares is not None:
                     self._wait(name, own)
 
@@ -86,14 +86,14 @@ class Collected:
     def _release(self) -> None:
         groups: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for name, value in self.small.items():
-            for part in self.job.rows.parts(name):
+            for part in self.job.directions.parts(name):
                 if isinstance(part, DensePart):
                     groups.setdefault(part.offset, []).append((value, part.matrix))
                 else:
                     part.add(Direct(value), self.features, self.budget)
         for offset, pairs in groups.items():
-            values, rows = (torch.cat(side, dim=1) for side in zip(*pairs, strict=True))
-            DensePart(rows, offset).add(Direct(values), self.features, self.budget)
+            values, directions = (torch.cat(side, dim=1) for side in zip(*pairs, strict=True))
+            DensePart(directions, offset).add(Direct(values), self.features, self.budget)
         if self.squares is not None and self.small:
             everything = Direct(torch.cat(list(self.small.values()), dim=1))
             self.squares += everything.square_norms(self.budget).to(self.squares.dtype)
@@ -244,12 +244,12 @@ class Layerwise:
         if task.is_bf16 or 2 * task.layout.numel * task.layout.dtype.itemsize > job.budget:
             return False
         alone = _gradients(job, select(batch, slice(example, example + 1), size))
-        # Last ones first, as a backward pass meets them: rows that are streamed come in that order.
+        # Last ones first, as a backward pass meets them: directions that are streamed come in that order.
         ruled = {name: alone[name][None] for name in reversed(alone) if name not in without}
         if not ruled:
             return False
         norm = torch.stack([torch.linalg.vector_norm(g, dtype=task.layout.dtype) for g in ruled.values()]).norm()
-        features = apply(job.rows, ruled)[0].to(task.layout.dtype)
+        features = apply(job.directions, ruled)[0].to(task.layout.dtype)
         mine = features if found.square_norms is None else torch.cat([features, norm[None]])
         return not _is_other(mine, found, example, _AUDIT_TOL[task.layout.dtype])
 
@@ -288,7 +288,7 @@ def _is_other(mine: Tensor, found: Projection, example: int, tol: float) -> bool
 def tapped(plan: Plan, job: Job, batch: Any, size: int) -> Projection:
     """Project every example of a batch by one forward and one backward pass, as planned."""
     layout = job.task.layout
-    features = torch.zeros(size, job.rows.count, dtype=layout.dtype, device=layout.device)
+    features = torch.zeros(size, job.directions.count, dtype=layout.dtype, device=layout.device)
     squares = torch.zeros(size, dtype=layout.dtype, device=layout.device) if job.norms else None
     gather = None if job.gather is None else job.gather(plan.uses, plan.without_rule)
     collected = Collected(job, features, squares, job.budget, plan.uses, plan.without_rule, gather)
@@ -322,8 +322,8 @@ def narrowed(job: Job, names: list[str]) -> Job:
     def function(values: Values, batch: Any) -> Tensor:
         return job.function({**everything, **values}, batch)
 
-    rows = NarrowedRows(job.rows, job.task.layout, task.layout)
-    return replace(job, task=task, function=function, rows=rows, outputs=False)
+    directions = NarrowedDirections(job.directions, job.task.layout, task.layout)
+    return replace(job, task=task, function=function, directions=directions, outputs=False)
 
 
 def make_plan(job: Job, batch: Any, size: int, known: Mapping[str, str], most: int = _LOOKED_AT) -> Plan:
@@ -340,7 +340,7 @@ def make_plan(job: Job, batch: Any, size: int, known: Mapping[str, str], most: i
     params, values = job.task.params, job.task.detached()
     count = min(size, most)
     index = torch.arange(count) * (size - 1) // max(1, count - 1)
-    part, twice = (select(batch, rows, size) for rows in (index, torch.cat([index, index])))
+    part, twice = (select(batch, chosen, size) for chosen in (index, torch.cat([index, index])))
     with kernels(job):
         once = survey(params, part, lambda b: job.function(values, b), job.task.is_bf16)
         try:

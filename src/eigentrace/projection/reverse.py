@@ -72,7 +72,7 @@ def single_gradients(job: Job, batch: Any, size: int) -> Iterator[Gradients]:
 def _project(job: Job, parts: Iterator[Gradients]) -> Projection:
     found = []
     for gradients in parts:
-        features = apply(job.rows, gradients.by_name)
+        features = apply(job.directions, gradients.by_name)
         squares = whole_square_norms(gradients.by_name).to(features.dtype) if job.norms else None
         found.append(Projection(features, squares, gradients.losses, outputs=gradients.outputs))
     return joined(found)

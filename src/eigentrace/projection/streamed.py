@@ -1,4 +1,4 @@
-"""Rows where and in the type in which they are multiplied: copied once if they fit, else streamed piece by piece."""
+"""Directions on the device that multiplies them: copied once if they fit, else streamed parameter by parameter."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -6,46 +6,46 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eigentrace.projection.directions import DensePart, DenseRows, Part, Rows, StackedRows
+from eigentrace.projection.directions import DenseDirections, DensePart, Directions, Part, StackedDirections
 from eigentrace.projection.engine import Compute
 from eigentrace.task.layout import Layout
 
-# Share of the free memory that a copy of the rows may take; activations need the rest.
+# Share of the free memory that a copy of the directions may take; activations need the rest.
 _SHARE = 0.5
-# Rows begin at multiples of this many numbers, which the matrix units need to read them at full speed.
+# Directions begin at multiples of this many numbers, which the matrix units need to read them at full speed.
 _ALIGNMENT = 16
 
 
-def placed(rows: Rows, device: torch.device, compute: Compute) -> Rows:
-    """Return rows ready for the matrix products of a pass on a device."""
-    if isinstance(rows, StackedRows):
-        return StackedRows(tuple(placed(part, device, compute) for part in rows.stacked))
-    if not isinstance(rows, DenseRows):
-        return rows
-    dtype = torch.bfloat16 if compute.precision == "bf16" else rows.layout.dtype
-    if rows.matrix.device == device and rows.matrix.dtype == dtype:
-        return rows
-    if rows.matrix.numel() * dtype.itemsize <= _SHARE * compute.free(device):
-        return DenseRows(_copied(rows.matrix, device, dtype), rows.layout)
-    return StreamedRows(rows.matrix, rows.layout, device, dtype)
+def placed(directions: Directions, device: torch.device, compute: Compute) -> Directions:
+    """Return directions ready for the matrix products of a pass on a device."""
+    if isinstance(directions, StackedDirections):
+        return StackedDirections(tuple(placed(part, device, compute) for part in directions.stacked))
+    if not isinstance(directions, DenseDirections):
+        return directions
+    dtype = torch.bfloat16 if compute.precision == "bf16" else directions.layout.dtype
+    if directions.matrix.device == device and directions.matrix.dtype == dtype:
+        return directions
+    if directions.matrix.numel() * dtype.itemsize <= _SHARE * compute.free(device):
+        return DenseDirections(_copied(directions.matrix, device, dtype), directions.layout)
+    return StreamedDirections(directions.matrix, directions.layout, device, dtype)
 
 
 def aligned(count: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:  # (K, P)
-    """Allocate rows each of which begins where the matrix units like it, whatever P is."""
+    """Allocate directions each of which begins where the matrix units like it, whatever P is."""
     length = -(-numel // _ALIGNMENT) * _ALIGNMENT
     return torch.empty(count, length, dtype=dtype, device=device)[:, :numel]
 
 
 def _copied(matrix: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     copy = aligned(matrix.shape[0], matrix.shape[1], dtype, device)
-    for target, row in zip(copy, matrix, strict=True):  # one by one: no second copy in between
-        target.copy_(row)
+    for target, direction in zip(copy, matrix, strict=True):  # one by one: no second copy in between
+        target.copy_(direction)
     return copy
 
 
 @dataclass
-class StreamedRows:
-    """Rows too large for the device: each parameter's piece comes over while the one before it is multiplied.
+class StreamedDirections:
+    """Directions too large for the device: each parameter's piece comes over while the one before it is multiplied.
 
     A backward pass asks for the pieces in the same order every time, so the next one is known.
     """
@@ -65,7 +65,7 @@ class StreamedRows:
         return self.matrix.shape[0]
 
     def dense(self, start: int, stop: int) -> Tensor:
-        """Write some of the rows out."""
+        """Write some of the directions out."""
         return self.matrix[start:stop].to(self.layout.device, self.layout.dtype)
 
     def parts(self, name: str, offset: int = 0) -> Iterator[Part]:
@@ -89,7 +89,7 @@ class StreamedRows:
             return columns.to(self.device, self.dtype), None
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
-        # Only page-locked memory is copied while the device computes; other rows pass through a piece of it.
+        # Only page-locked memory is copied while the device computes; other directions pass through a piece of it.
         source = columns if columns.is_cuda or columns.is_pinned() else columns.contiguous().pin_memory()
         with torch.cuda.stream(self._stream):
             piece = source.to(self.device, non_blocking=True).to(self.dtype)

@@ -138,7 +138,7 @@ def _chosen_batch(fitted: Fitted, data: Data, compute: Compute) -> int:
     terms = fitted.terms()
     if not terms:
         return len(data.first(len(data)))
-    job = Job.of(terms[0].task, "losses", terms[0].block.rows, norms=True, compute=compute)
+    job = Job.of(terms[0].task, "losses", terms[0].block.directions, norms=True, compute=compute)
     with at_state(terms[0].task, terms[0].block):
         return fitting_batch(job, data) or 1
 
@@ -169,7 +169,7 @@ def _manifest(
         "data": {"rows": len(data), "fingerprint": data.fingerprint()},
         "compute": pinned | {"batch": None if isinstance(compute.batch, str) else compute.batch},
         "features": {
-            "count": sum(term.block.rows.count for term in terms),
+            "count": sum(term.block.directions.count for term in terms),
             "type": features,
             "hold": held_part(terms),
         },

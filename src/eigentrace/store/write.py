@@ -40,7 +40,7 @@ def expected_columns(fitted: Fitted) -> list[str]:
 
 def held_part(terms: tuple[Term, ...]) -> str:
     """Say how much of a score the stored features hold."""
-    if not any(term.block.rows.count for term in terms):
+    if not any(term.block.directions.count for term in terms):
         return "nothing"
     return "everything" if all(term.block.identity == 0 for term in terms) else "kept directions"
 
@@ -88,7 +88,7 @@ def _by_terms(
 def _job(task: Task, term: Term, what: What, compute: Compute, is_first: bool) -> Job:
     """Make the job of a term; the first one's pass gives the outputs too, if it is taken at the model's own weights."""
     outputs = is_first and task.has_labels and term.block.state is None
-    return Job.of(task, what, term.block.rows, norms=True, compute=compute, outputs=outputs)
+    return Job.of(task, what, term.block.directions, norms=True, compute=compute, outputs=outputs)
 
 
 def _projected(terms: tuple[Term, ...], batch: Batch, found: list[Projection]) -> dict[str, Tensor]:
