@@ -43,8 +43,9 @@ bench-small: setup
 	$(BIN)/python -m bench.curvature --small
 
 # Every experiment of the paper at toy size, to see that all run; results go to runs/, docs/results/paper.md has the real ones.
-EXPERIMENTS := mnist_small mnist_large mnist_long mnist_neighbours inverse_arnoldi vit_cifar image_exemplars resnet_curve \
-	scaling mt_retrieval mt_filter mt_prefiltered mt_exemplars throughput
+EXPERIMENTS := digits.mnist_small digits.mnist_large digits.mnist_long digits.mnist_neighbours digits.inverse_arnoldi \
+	images.vit_cifar images.image_exemplars images.resnet_curve images.scaling translation.mt_retrieval \
+	translation.mt_filter translation.mt_prefiltered translation.mt_exemplars translation.throughput
 experiments-small: setup
 	for name in $(EXPERIMENTS); do \
 		$(BIN)/python -m experiments.$$name --small --replace --out runs/experiments-small || exit 1; \

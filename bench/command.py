@@ -42,7 +42,7 @@ def main(benchmark: Benchmark, argv: Sequence[str]) -> int:
     settings = benchmark.parser.parse_args(argv)
 
     def measure(path: Path) -> int:
-        run = start(benchmark.name, settings, argv)
+        run = start(f"bench.{benchmark.name}", settings, argv)
         return sum(_measure(benchmark, name, run, path, settings) for name in settings.models)
 
     return carried_out(benchmark.name, settings, measure, benchmark.render)
@@ -165,8 +165,8 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def start(name: str, settings: argparse.Namespace, argv: Sequence[str], package: str = "bench") -> Run:
-    """Begin a run with the settings of the command line."""
+def start(module: str, settings: argparse.Namespace, argv: Sequence[str]) -> Run:
+    """Begin a run of a module with the settings of the command line."""
     device = settings.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -176,7 +176,7 @@ def start(name: str, settings: argparse.Namespace, argv: Sequence[str], package:
         "torch": torch.__version__,
         "eigentrace": eigentrace.__version__,
         "python": platform.python_version(),
-        "command": " ".join([f"python -m {package}.{name}", *without(argv, _PLACES, _FLAGS)]),
+        "command": " ".join([f"python -m {module}", *without(argv, _PLACES, _FLAGS)]),
     }
     return Run(device, settings.small, seconds, info, settings.profile, settings.replace)
 

@@ -42,7 +42,9 @@ def main(argv: Sequence[str]) -> int:
     """Do what the command line asks for; return how many numbers failed."""
     settings = _parser().parse_args(argv)
     work = ask_runs if settings.rows else _measure
-    return carried_out("explain", settings, lambda path: work(start("explain", settings, argv), path, settings), render)
+    return carried_out(
+        "explain", settings, lambda path: work(start("bench.explain", settings, argv), path, settings), render
+    )
 
 
 def _measure(run: Run, path: Path, settings: argparse.Namespace) -> int:

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     settings = _parser().parse_args(argv)
 
     def measure(path: Path) -> int:
-        run, failures = start("fidelity", settings, argv), 0
+        run, failures = start("bench.fidelity", settings, argv), 0
         cache = settings.cache / "small" if settings.small else settings.cache
         for name in settings.regimes:
             spec = specs(settings.small)[name]

@@ -6,6 +6,7 @@ holds numbers, or "failed" with the reason, and the date of the run it comes fro
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -204,14 +205,24 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     ]
 
 
-def runs_of(models: dict[str, Record]) -> list[str]:
-    """Say by which runs the numbers of a machine were made."""
+def runs_of(models: dict[str, Record], module: str = "") -> list[str]:
+    """Say by which runs the numbers of a machine were made.
+
+    Args:
+        models: What was measured on the machine.
+        module: What the command is called today, where its files say what it was called then.
+    """
     runs = {date: info for record in models.values() for date, info in record["runs"].items()}
     rows = [
-        (f"`{info['command']}`", date[:16], info["torch"], info["eigentrace"], info["python"])
+        (f"`{_today(info['command'], module)}`", date[:16], info["torch"], info["eigentrace"], info["python"])
         for date, info in sorted(runs.items())
     ]
     return table(("made by", "at (UTC)", "torch", "eigentrace", "Python"), rows)
+
+
+def _today(command: str, module: str) -> str:
+    """Write a command as it is run today: modules have moved since some results were made."""
+    return re.sub(r"(?<=^python -m )\S+", module, command) if module else command
 
 
 def heading(title: str, command: str, name: str) -> list[str]:

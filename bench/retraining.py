@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Do what the command line asks for; return how many numbers failed."""
     settings = _parser().parse_args(argv)
     return carried_out(
-        "retraining", settings, lambda path: _measure(start("retraining", settings, argv), path, settings), render
+        "retraining", settings, lambda path: _measure(start("bench.retraining", settings, argv), path, settings), render
     )
 
 

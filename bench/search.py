@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     settings = _parser().parse_args(argv)
 
     def measure(path: Path) -> int:
-        run = start("search", settings, argv)
+        run = start("bench.search", settings, argv)
         sizes = SMALL_SIZES if settings.small else SIZES[run.device.type]
         if settings.rows or settings.features:
             sizes = ((settings.rows or sizes[0][0], settings.features or sizes[0][1]),)

@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     settings = _parser().parse_args(argv)
 
     def measure(path: Path) -> int:
-        run = start("serve", settings, argv)
+        run = start("bench.serve", settings, argv)
         rows = settings.rows or (SMALL_ROWS if settings.small else ROWS)
         with tempfile.TemporaryDirectory(prefix="bench-serve-") as place:
             made = make_run(Path(place) / "run", rows)

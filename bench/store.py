@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         rows = settings.rows or (100_000 if settings.small else 10_000_000)
         scored = settings.scored or (5_000 if settings.small else 1_000_000)
         facts = {"title": f"{rows:,} × {settings.features}", "settings": {"scored": scored, "shard_rows": _SHARD}}
-        recorder = Recorder(start("store", settings, argv), path, f"{rows}x{settings.features}", facts)
+        recorder = Recorder(start("bench.store", settings, argv), path, f"{rows}x{settings.features}", facts)
         with tempfile.TemporaryDirectory(dir=settings.cache) as folder:
             steps = _steps(Path(folder), rows, settings.features, scored)
             return sum(_measured(recorder, name, step) for name, step in steps.items())

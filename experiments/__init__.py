@@ -1,1 +1,1 @@
-"""Experiments, each one command that writes what it found to docs/results."""
+"""Experiments, each one command that writes what it found to docs/results: `python -m experiments.AREA.NAME`."""

@@ -10,12 +10,13 @@ from importlib import import_module
 from pathlib import Path
 
 from bench.record import read
-from experiments.frame import Experiment, shown_on
+from experiments.shared.frame import Experiment, shown_on
 
 NAMES = (
-    *("mnist_small", "mnist_large", "mnist_long", "mnist_neighbours", "inverse_arnoldi"),
-    *("vit_cifar", "image_exemplars", "resnet_curve", "scaling"),
-    *("mt_retrieval", "mt_filter", "mt_prefiltered", "mt_exemplars", "throughput"),
+    *("digits.mnist_small", "digits.mnist_large", "digits.mnist_long", "digits.mnist_neighbours"),
+    *("digits.inverse_arnoldi", "images.vit_cifar", "images.image_exemplars", "images.resnet_curve", "images.scaling"),
+    *("translation.mt_retrieval", "translation.mt_filter", "translation.mt_prefiltered", "translation.mt_exemplars"),
+    "translation.throughput",
 )
 """Modules, in the order of the page."""
 
@@ -42,7 +43,7 @@ def page(out: Path) -> str:
     for experiment in experiments():
         lines += ["", f"## {experiment.title}", ""]
         results = read(out / f"{experiment.name}.json")
-        command = f"`python -m experiments.{experiment.name}`"
+        command = f"`{experiment.command}`"
         if not results:
             lines.append(f"Not run at full size yet: {command}.")
             continue

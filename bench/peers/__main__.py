@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(1)
 
     def measure(path: Path) -> int:
-        run, failures = start("peers", settings, argv), 0
+        run, failures = start("bench.peers", settings, argv), 0
         names = settings.problems or [name for name in PROBLEMS if settings.data or name in EMBEDDED]
         prepared = []
         for name in names:

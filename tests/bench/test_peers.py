@@ -114,7 +114,7 @@ def test_data_that_is_not_there_ends_one_problem_only(tmp_path, capsys):
 def test_the_recorded_command_names_no_folder():
     argv = ["--data", "/home/me/data", "--cache=/home/me/cache", "--small"]
     settings = argparse.Namespace(device=torch.device("cpu"), seconds=0.0, small=True, profile=False, replace=False)
-    assert start("peers", settings, argv).info["command"] == "python -m bench.peers --small"
+    assert start("bench.peers", settings, argv).info["command"] == "python -m bench.peers --small"
 
 
 def test_a_failing_method_becomes_one_line(problem, monkeypatch):

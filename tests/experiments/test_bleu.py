@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from eigentrace.errors import InputError
-from experiments.bleu import bleu, signature
+from experiments.translation.parts.bleu import bleu, signature
 
 
 def test_two_sentences_by_hand():

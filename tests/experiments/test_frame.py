@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from bench.record import read, table
+from bench.record import read, runs_of, table
 from eigentrace.errors import InputError
-from experiments import mt_retrieval, paper
-from experiments.download import fetch
-from experiments.frame import Experiment, Session, main
-from experiments.workers import dealt_out, run_parts
+from experiments import paper
+from experiments.shared.download import fetch
+from experiments.shared.frame import Experiment, Session, main
+from experiments.shared.workers import dealt_out, run_parts
+from experiments.translation import mt_retrieval
 from tests.helpers.places import ROOT
 
 
@@ -90,7 +91,7 @@ def test_workers_measure_the_parts_and_count_what_failed(tmp_path, capfd):
     (records,) = read(tmp_path / "mt_retrieval_small.json").values()
     retrieval = records["retrieval"]
     assert {retrieval["runs"][cell["run"]]["command"] for cell in retrieval["cells"].values()} == {
-        f"python -m experiments.mt_retrieval --small --missing --parts {parts}"
+        f"python -m experiments.translation.mt_retrieval --small --missing --parts {parts}"
         for parts in ("network", "all_select,last_proj", "all_proj")
     }
     assert "RandSelect" in (tmp_path / "mt_retrieval_small.md").read_text()
@@ -108,7 +109,7 @@ def test_a_process_that_is_killed_is_said_and_counted(tmp_path, monkeypatch, cap
     program.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/said\nkill -9 $$\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    assert run_parts("toy", ["--workers=2", "--small", "--parts", "x"], [[["a", "b"]], [["c"]]]) == 2
+    assert run_parts("experiments.toy", ["--workers=2", "--small", "--parts", "x"], [[["a", "b"]], [["c"]]]) == 2
     assert (tmp_path / "said").read_text().splitlines() == [
         "-m experiments.toy --small --no-tables --parts a,b",
         "-m experiments.toy --small --no-tables --parts c",
@@ -120,8 +121,8 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 60\n")
     program.chmod(0o755)
-    code = "import sys; from experiments.workers import run_parts; sys.executable = sys.argv[1]\n"
-    code += "run_parts('toy', [], [[['a'], ['b']], [['c']]])"
+    code = "import sys; from experiments.shared.workers import run_parts; sys.executable = sys.argv[1]\n"
+    code += "run_parts('experiments.toy', [], [[['a'], ['b']], [['c']]])"
     parent = subprocess.Popen([sys.executable, "-c", code, str(program)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     pids = tmp_path / "pids"
     while parent.poll() is None and (not pids.exists() or len(pids.read_text().split()) < 2):
@@ -180,6 +181,17 @@ def test_every_experiment_runs_small_by_one_command():
         ["make", "-n", "experiments-small"], cwd=ROOT, capture_output=True, text=True, check=True, env=os.environ
     )
     assert "experiments.$name --small" in listed.stdout
+
+
+def test_every_experiment_says_where_its_command_lies():
+    assert [experiment.module for experiment in paper.experiments()] == [f"experiments.{name}" for name in paper.NAMES]
+
+
+def test_a_page_names_commands_as_they_are_run_today():
+    run = {"command": "python -m old.a --b c", "torch": "2", "eigentrace": "1", "python": "3"}
+    records = {"part": {"runs": {"2026-01-01 00:00": run}}}
+    assert "| `python -m new.a --b c` |" in runs_of(records, "new.a")[-1]
+    assert "| `python -m old.a --b c` |" in runs_of(records)[-1]
 
 
 def test_a_download_is_checked_and_kept(tmp_path):

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from eigentrace.errors import InputError
-from experiments.exemplar_grid import explained_svg, ranked_svg
-from experiments.exemplar_numbers import answers, bands, deciles
-from experiments.exemplar_page import BANDS, FINDINGS, tables
-from experiments.exemplar_problems import PHOTOS, _digits, as_uri, pixels, read_photos
-from experiments.frame import main
-from experiments.image_exemplars import EXPERIMENT, FITS
-from experiments.models.photos import Recipe, changed, make_network, train_photos
+from experiments.images.image_exemplars import EXPERIMENT, FITS
+from experiments.images.parts.exemplar_grid import explained_svg, ranked_svg
+from experiments.images.parts.exemplar_numbers import answers, bands, deciles
+from experiments.images.parts.exemplar_page import BANDS, FINDINGS, tables
+from experiments.images.parts.exemplar_problems import PHOTOS, _digits, as_uri, pixels, read_photos
+from experiments.images.parts.photos import Recipe, changed, make_network, train_photos
+from experiments.shared.frame import main
 
 RECIPE = Recipe(width=4, epochs=2, batch_size=10, side=12)
 

@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 import eigentrace as et
-from experiments.frame import main
-from experiments.inverse_arnoldi import EXPERIMENT, INVERSE, figures, self_influence, tables
+from experiments.digits.inverse_arnoldi import EXPERIMENT, INVERSE, figures, self_influence, tables
+from experiments.shared.frame import main
 from tests.helpers.small import examples, fit
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from experiments.language import LONGEST_GRAM, PRIOR_COUNT, ROWS, Languages, letters
-from experiments.phrases import foreign, phrases
+from experiments.translation.parts.language import LONGEST_GRAM, PRIOR_COUNT, ROWS, Languages, letters
+from experiments.translation.parts.phrases import foreign, phrases
 
 GERMAN, ENGLISH = (list(side) for side in zip(*phrases(), strict=True))
 OTHER = {name: [one for one, _, said in foreign() if said == name] for name in ("es", "fr")}

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from experiments.memorised_noise import main
-from experiments.noise_problems import ResNet, augmented, cross_validated, digits, train
-from experiments.noise_scores import _label_ridge, _left_out, _whitened
+from experiments.images.memorised_noise import main
+from experiments.images.parts.noise_problems import ResNet, augmented, cross_validated, digits, train
+from experiments.images.parts.noise_scores import _label_ridge, _left_out, _whitened
 
 
 @pytest.fixture(scope="module")

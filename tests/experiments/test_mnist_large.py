@@ -14,12 +14,12 @@ import eigentrace as et
 from eigentrace.demo.digits import Digits, load_digits
 from eigentrace.errors import ConvergenceWarning, EigentraceWarning, NumericalError
 from eigentrace.evaluate import retrieval
-from experiments.digits_noise import _FILES, Subject, noisy, read_mnist, tenth
-from experiments.digits_scores import Size, _lissa, arnoldi_rows, gradient_rows, once, over_seeds, quality, timed
-from experiments.frame import main
-from experiments.mnist_large import DRAWN, EXPERIMENT, PAPER, figures, tables
-from experiments.models.mnist_large import SMALL, Recipe, network, stream, train, trained, with_small_top
-from experiments.trade_off import Mark, trade_off_svg
+from experiments.digits.mnist_large import DRAWN, EXPERIMENT, PAPER, figures, tables
+from experiments.digits.parts.large_network import SMALL, Recipe, network, stream, train, trained, with_small_top
+from experiments.digits.parts.noise import _FILES, Subject, noisy, read_mnist, tenth
+from experiments.digits.parts.scores import Size, _lissa, arnoldi_rows, gradient_rows, once, over_seeds, quality, timed
+from experiments.digits.parts.trade_off import Mark, trade_off_svg
+from experiments.shared.frame import main
 
 CPU = torch.device("cpu")
 

@@ -5,9 +5,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from experiments.dots import Dot, dots_svg
-from experiments.frame import main
-from experiments.mnist_long import EXPERIMENT, L2, PAPER, figures, tables
+from experiments.digits.mnist_long import EXPERIMENT, L2, PAPER, figures, tables
+from experiments.digits.parts.dots import Dot, dots_svg
+from experiments.shared.frame import main
 
 
 def _record(l2, ap):

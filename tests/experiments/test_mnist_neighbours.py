@@ -10,9 +10,7 @@ import torch
 import eigentrace as et
 from eigentrace.demo.cnn import make_cnn
 from eigentrace.demo.digits import load_digits
-from experiments.digits_noise import dataset, noisy
-from experiments.frame import main
-from experiments.mnist_neighbours import (
+from experiments.digits.mnist_neighbours import (
     EXPERIMENT,
     PAPER,
     SHOWN,
@@ -24,6 +22,8 @@ from experiments.mnist_neighbours import (
     shares,
     tables,
 )
+from experiments.digits.parts.noise import dataset, noisy
+from experiments.shared.frame import main
 
 CPU = torch.device("cpu")
 

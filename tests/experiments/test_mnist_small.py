@@ -8,11 +8,10 @@ import torch
 
 import eigentrace as et
 from eigentrace.demo.digits import load_digits
-from experiments.digits_noise import noisy
-from experiments.frame import main
-from experiments.mnist_small import EXPERIMENT, projected_eigenvalues, wasserstein
-from experiments.mnist_small_page import figures, tables
-from experiments.models.mnist_small import (
+from experiments.digits.mnist_small import EXPERIMENT, projected_eigenvalues, wasserstein
+from experiments.digits.parts.mnist_small_page import figures, tables
+from experiments.digits.parts.noise import noisy
+from experiments.digits.parts.small_network import (
     Recipe,
     gradient_norm,
     make_network,
@@ -21,6 +20,7 @@ from experiments.models.mnist_small import (
     train,
     trained,
 )
+from experiments.shared.frame import main
 
 TOY = Recipe(2, epochs=2, batch_size=10, num_checkpoints=2, iterations=2)
 

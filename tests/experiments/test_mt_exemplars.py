@@ -9,8 +9,8 @@ import torch
 from scipy.stats import spearmanr
 from sklearn.metrics import roc_auc_score
 
-from experiments.frame import main
-from experiments.mt_exemplars import (
+from experiments.shared.frame import main
+from experiments.translation.mt_exemplars import (
     EXPERIMENT,
     SHORT,
     SHOWN,
@@ -23,7 +23,7 @@ from experiments.mt_exemplars import (
     safe,
     said,
 )
-from experiments.translation import END, PAD, Ordered, Pairs, Texts
+from experiments.translation.parts.corpora import END, PAD, Ordered, Pairs, Texts
 
 
 @pytest.fixture(scope="module")

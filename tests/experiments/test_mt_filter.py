@@ -12,13 +12,13 @@ import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from bench.measure import Run
-from experiments import mt_selection
-from experiments.frame import Session, main
-from experiments.models.transformer import Recipe, make_transformer, train_transformer
-from experiments.mt_filter import EXPERIMENT, kept_of, measure_scores, ranking
-from experiments.mt_filter_page import PAPER, PER_WAY, SELECTIONS, label, part_name
-from experiments.mt_network import OUR_WAY, PAPER_WAY
-from experiments.mt_selection import (
+from experiments.shared.frame import Session, main
+from experiments.translation.mt_filter import EXPERIMENT, kept_of, measure_scores, ranking
+from experiments.translation.parts import selection
+from experiments.translation.parts.mt_filter_page import PAPER, PER_WAY, SELECTIONS, label, part_name
+from experiments.translation.parts.network import OUR_WAY, PAPER_WAY
+from experiments.translation.parts.noisy_corpus import CLEAN, KINDS
+from experiments.translation.parts.selection import (
     LOSS,
     NONE,
     ORACLE,
@@ -37,7 +37,7 @@ from experiments.mt_selection import (
     over_seeds,
     retrained,
 )
-from experiments.noisy_corpus import CLEAN, KINDS
+from experiments.translation.parts.transformer import Recipe, make_transformer, train_transformer
 from tests.helpers.places import DOCS
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_published_scores_are_taken_where_the_cache_has_none(bench, made_up, tmp
 def test_scores_that_are_measured_are_made_here(bench, made_up, tmp_path, monkeypatch):
     for name in set(SCORES) - {"made up"}:
         monkeypatch.delitem(SCORES, name)
-    monkeypatch.setattr(mt_selection, "load_network", lambda session: (Namespace(facts={}), None))
+    monkeypatch.setattr(selection, "load_network", lambda session: (Namespace(facts={}), None))
     bench.scores("made up")
     before = len(made_up)
     elsewhere = replace(bench, corpora=replace(bench.corpora, cache=tmp_path), published=bench.corpora.cache)
@@ -183,21 +183,21 @@ def test_trainings_are_kept_and_follow_from_their_seed(bench, monkeypatch):
     for cell in cells:
         assert all(0 <= cell[bleu_key(name, steps)] <= 100 for name in SETS for steps in SMALL_STEPS)
     assert cells[0] != cells[1]
-    monkeypatch.setattr(mt_selection, "train_transformer", None)
+    monkeypatch.setattr(selection, "train_transformer", None)
     assert [retrained(bench, rows, seed) for seed in (0, 1)] == cells
     with pytest.raises(TypeError):
         retrained(bench, rows[1:], 0)
 
 
 def test_another_seed_adds_a_training_to_those_that_are_there(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(mt_selection.Bench, "of", lambda session: bench)
-    monkeypatch.setattr(mt_selection, "retrained", lambda bench, rows, seed: {bleu_key(SETS[0], 36): 10.0 + seed})
+    monkeypatch.setattr(selection.Bench, "of", lambda session: bench)
+    monkeypatch.setattr(selection, "retrained", lambda bench, rows, seed: {bleu_key(SETS[0], 36): 10.0 + seed})
     path = tmp_path / "x.json"
     for seeds, expected in ((1, {"none"}), (3, {"none", "none, seed 1", "none, seed 2"})):
         settings = Namespace(**vars(bench.session.settings) | {"seeds": seeds, "missing": True})
         session = Session(bench.session.run, settings, path)
-        part = mt_selection.begin(session, "selections", "")
-        mt_selection.measure_choice(part, NONE, lambda bench: bench.chosen(NONE))
+        part = selection.begin(session, "selections", "")
+        selection.measure_choice(part, NONE, lambda bench: bench.chosen(NONE))
         (records,) = json.loads(path.read_text()).values()
         assert set(records["selections"]["cells"]) == expected
     (found,) = over_seeds(records["selections"])["cells"].values()
@@ -215,10 +215,10 @@ def test_a_training_that_failed_counts_only_if_all_did():
 
 
 def test_steps_ascend():
-    assert mt_selection._steps("10,20") == (10, 20)
+    assert selection._steps("10,20") == (10, 20)
     for text in ("", "a", "20,10", "0,5"):
         with pytest.raises(ArgumentTypeError, match="ascending"):
-            mt_selection._steps(text)
+            selection._steps(text)
 
 
 def test_the_network_that_is_trained_again_has_the_size_the_page_says():

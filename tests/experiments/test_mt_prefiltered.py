@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from experiments.frame import main
-from experiments.mt_network import OUR_WAY, PAPER_WAY
-from experiments.mt_prefiltered import DROPPED, EXPERIMENT, NOTHING, PAPER, PARTS, WAYS, label
-from experiments.mt_selection import LOSS, RANDOM, SETS, bleu_key
+from experiments.shared.frame import main
+from experiments.translation.mt_prefiltered import DROPPED, EXPERIMENT, NOTHING, PAPER, PARTS, WAYS, label
+from experiments.translation.parts.network import OUR_WAY, PAPER_WAY
+from experiments.translation.parts.selection import LOSS, RANDOM, SETS, bleu_key
 
 AT = {"at": [10, 30]}
 

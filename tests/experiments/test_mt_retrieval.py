@@ -11,10 +11,8 @@ import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 import eigentrace as et
-from experiments.frame import main
-from experiments.models.transformer import Recipe, make_transformer, train_transformer
-from experiments.mt_network import ALL, KEEPS, LAST, LAYERS, OUR_WAY, PAPER_WAY, Network, Size
-from experiments.mt_retrieval import (
+from experiments.shared.frame import main
+from experiments.translation.mt_retrieval import (
     EXPERIMENT,
     PARTS,
     SCORED_BY,
@@ -28,8 +26,18 @@ from experiments.mt_retrieval import (
     exchanged,
     with_tail,
 )
-from experiments.mt_retrieval_page import BATCHES, PAPER, PER_METHOD, POSITIVE, SELECTED, WAYS, cell_name
-from experiments.translation import END, PAD, Pairs
+from experiments.translation.parts.corpora import END, PAD, Pairs
+from experiments.translation.parts.mt_retrieval_page import (
+    BATCHES,
+    PAPER,
+    PER_METHOD,
+    POSITIVE,
+    SELECTED,
+    WAYS,
+    cell_name,
+)
+from experiments.translation.parts.network import ALL, KEEPS, LAST, LAYERS, OUR_WAY, PAPER_WAY, Network, Size
+from experiments.translation.parts.transformer import Recipe, make_transformer, train_transformer
 
 TINY = Recipe(16, 2, 2, words=40, steps=10, tokens=100, warm_up=3)
 SIZE = Size(TINY, steps=22, sample=8, tail_steps=22, tail_sample=16, product_batch=8, batch=16)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from experiments.noisy_corpus import (
+from experiments.translation.parts.corpora import Corpora
+from experiments.translation.parts.noisy_corpus import (
     CLEAN,
     COMPARABLE,
     CRAWL,
@@ -14,7 +15,6 @@ from experiments.noisy_corpus import (
     described,
     halves,
 )
-from experiments.translation import Corpora
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments.models.packing import batches, logits_of, packed, planned
-from experiments.models.transformer import Recipe, make_transformer, train_transformer
-from experiments.translation import BEGIN, PAD, Pairs
+from experiments.translation.parts.corpora import BEGIN, PAD, Pairs
+from experiments.translation.parts.packing import batches, logits_of, packed, planned
+from experiments.translation.parts.transformer import Recipe, make_transformer, train_transformer
 from tests.helpers.make_pairs import make_pairs
 
 WIDTH = 14

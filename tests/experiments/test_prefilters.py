@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from experiments.noisy_corpus import halves
-from experiments.prefilters import (
+from experiments.translation.parts.corpora import Corpora, Texts
+from experiments.translation.parts.noisy_corpus import halves
+from experiments.translation.parts.prefilters import (
     DOUBT,
     Prefiltered,
     afrl,
@@ -15,7 +16,6 @@ from experiments.prefilters import (
     microsoft,
     within,
 )
-from experiments.translation import Corpora, Texts
 
 
 def texts(*pairs):

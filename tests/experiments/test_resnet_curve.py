@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from eigentrace.evaluate.subsets import model_seed
-from experiments.cifar import digits
-from experiments.frame import main
-from experiments.models.resnet import Recipe, train_resnet
-from experiments.noise_problems import ResNet, accuracy
-from experiments.resnet_curve import (
+from experiments.images.parts.cifar import digits
+from experiments.images.parts.noise_problems import ResNet, accuracy
+from experiments.images.parts.resnet import Recipe, train_resnet
+from experiments.images.resnet_curve import (
     ENDS,
     EXPERIMENT,
     RANDOM,
@@ -27,6 +26,7 @@ from experiments.resnet_curve import (
     cell_name,
     scored,
 )
+from experiments.shared.frame import main
 
 TINY = Recipe(width=2, epochs=1, batch_size=20, augment=False)
 SIZE = Size(60, 20, (0.5,), 2, 10, 20, 10, 3, 40, 4, TINY)

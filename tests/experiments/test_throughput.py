@@ -11,10 +11,21 @@ import pytest
 import torch
 
 import eigentrace as et
-from experiments.frame import main
-from experiments.models.transformer import Recipe, make_transformer
-from experiments.phrases import COUNTS
-from experiments.throughput import (
+from experiments.shared.frame import main
+from experiments.translation.parts.corpora import (
+    END,
+    FILES,
+    PAD,
+    Corpora,
+    Ordered,
+    Pairs,
+    read_texts,
+    small_texts,
+    translation_task,
+)
+from experiments.translation.parts.phrases import COUNTS
+from experiments.translation.parts.transformer import Recipe, make_transformer
+from experiments.translation.throughput import (
     BATCHES,
     EXPERIMENT,
     RUN,
@@ -29,7 +40,6 @@ from experiments.throughput import (
     watched,
     write_scores,
 )
-from experiments.translation import END, FILES, PAD, Corpora, Ordered, Pairs, read_texts, small_texts, translation_task
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.models import translate
-from experiments.models.transformer import Recipe, make_transformer, train_transformer
-from experiments.models.translate import translated, worth
-from experiments.translation import BEGIN, END, LONGEST, PAD, Pairs, Subwords, small_texts
+from experiments.translation.parts import translate
+from experiments.translation.parts.corpora import BEGIN, END, LONGEST, PAD, Pairs, Subwords, small_texts
+from experiments.translation.parts.transformer import Recipe, make_transformer, train_transformer
+from experiments.translation.parts.translate import translated, worth
 
 CPU = torch.device("cpu")
 WORDS = 9

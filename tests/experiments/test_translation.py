@@ -12,10 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import eigentrace as et
 from eigentrace.curvature.operator import Curvature
 from eigentrace.errors import InputError
-from experiments.cut import short_rows
-from experiments.models.transformer import Recipe, held_out, make_transformer, rate, train_transformer
-from experiments.phrases import foreign, phrases
-from experiments.translation import (
+from experiments.translation import prepare_pairs
+from experiments.translation.parts.corpora import (
     BEGIN,
     END,
     FILES,
@@ -27,12 +25,14 @@ from experiments.translation import (
     Subwords,
     Texts,
     padded,
-    prepare,
     read_texts,
     small_texts,
     translation_task,
 )
-from experiments.withheld import together, withheld
+from experiments.translation.parts.cut import short_rows
+from experiments.translation.parts.phrases import foreign, phrases
+from experiments.translation.parts.transformer import Recipe, held_out, make_transformer, rate, train_transformer
+from experiments.translation.parts.withheld import together, withheld
 from tests.helpers.make_pairs import make_pairs
 
 CPU = torch.device("cpu")
@@ -157,7 +157,7 @@ def test_all_files_are_prepared_and_read_at_toy_size(tmp_path, capsys):
         texts = small_texts(name)
         if name != "withheld":
             _write(tmp_path / file, ("de", "en"), [*zip(texts.german, texts.english, strict=True), ("x" * 70, "y")])
-    assert prepare(["--data", str(tmp_path), "--cache", str(tmp_path / "cache")]) == 0
+    assert prepare_pairs.main(["--data", str(tmp_path), "--cache", str(tmp_path / "cache")]) == 0
     assert capsys.readouterr().out.count("pairs") == len(FILES)
     corpora = Corpora(tmp_path, tmp_path / "cache", small=True)
     assert corpora.texts("dev").german == small_texts("dev").german

@@ -17,12 +17,23 @@ from torch.utils.data import TensorDataset
 
 import eigentrace as et
 from eigentrace.errors import InputError
-from experiments.cifar import ARCHIVE, digits, read
-from experiments.frame import main
-from experiments.models.kept import kept, name_of
-from experiments.models.vit import Recipe, make_vit, train_vit
-from experiments.vit_cifar import DRAWS, EXPERIMENT, KEEPS, PAPER, SHARES, Question, Size, _labels, cell_name, paper
-from experiments.vit_cifar import random_projection as projected
+from experiments.images.parts.cifar import ARCHIVE, digits, read
+from experiments.images.parts.vit import Recipe, make_vit, train_vit
+from experiments.images.vit_cifar import (
+    DRAWS,
+    EXPERIMENT,
+    KEEPS,
+    PAPER,
+    SHARES,
+    Question,
+    Size,
+    _labels,
+    cell_name,
+    paper,
+)
+from experiments.images.vit_cifar import random_projection as projected
+from experiments.shared.frame import main
+from experiments.shared.kept import kept, name_of
 
 TINY = Recipe(width=8, depth=1, heads=2, patch=16, epochs=2, batch_size=16)
 CPU = torch.device("cpu")

@@ -9,11 +9,13 @@ import pytest
 from bench.command import choices, positive
 from bench.measure import reason
 from eigentrace.errors import InputError
-from experiments import image_exemplars, mnist_large, mt_filter, mt_retrieval, scaling, throughput, vit_cifar
-from experiments.frame import Experiment, Session, main
-from experiments.needed import Needed
+from experiments.digits import mnist_large
+from experiments.images import image_exemplars, scaling, vit_cifar
 from experiments.paper import NAMES
-from experiments.translation import FILES
+from experiments.shared.frame import Experiment, Session, main
+from experiments.shared.needed import Needed
+from experiments.translation import mt_filter, mt_retrieval, throughput
+from experiments.translation.parts.corpora import FILES
 
 
 @pytest.fixture(autouse=True)
@@ -116,15 +118,15 @@ def test_what_is_there_or_embedded_is_not_asked_for(tmp_path):
     needed = {name: import_module(f"experiments.{name}").EXPERIMENT.needed for name in NAMES}
     for name in NAMES:
         checked(needed[name], "part", small=True)
-    checked(needed["mnist_large"], "losses")
-    checked(needed["scaling"], "vit_l_32")
+    checked(needed["digits.mnist_large"], "losses")
+    checked(needed["images.scaling"], "vit_l_32")
     (tmp_path / "mnist.npz").touch()
-    checked(needed["mnist_large"], "losses", data=tmp_path)
+    checked(needed["digits.mnist_large"], "losses", data=tmp_path)
     (tmp_path / "cifar-10-python.tar.gz").touch()
-    checked(needed["vit_cifar"], "heldout", data=tmp_path)
-    checked(needed["resnet_curve"], "curve", data=tmp_path / "new", download=True)
+    checked(needed["images.vit_cifar"], "heldout", data=tmp_path)
+    checked(needed["images.resnet_curve"], "curve", data=tmp_path / "new", download=True)
     with pytest.raises(SystemExit):
-        checked(needed["image_exemplars"], "photos", data=tmp_path)
+        checked(needed["images.image_exemplars"], "photos", data=tmp_path)
 
 
 def test_a_small_page_says_so_at_its_top_and_how_the_full_one_is_made(tmp_path):
@@ -132,7 +134,7 @@ def test_a_small_page_says_so_at_its_top_and_how_the_full_one_is_made(tmp_path):
         assert main(experiment, ["--small", "--render", "--out", str(tmp_path)]) == 0
         top = (tmp_path / f"{experiment.name}_small.md").read_text().split(experiment.about)[0]
         assert "**Numbers of the small form**" in top
-        assert f"At full size: `python -m experiments.{experiment.name}{full}`." in top
+        assert f"At full size: `{experiment.command}{full}`." in top
         assert main(experiment, ["--render", "--out", str(tmp_path)]) == 0
         assert "small form" not in (tmp_path / f"{experiment.name}.md").read_text().split(experiment.about)[0]
 

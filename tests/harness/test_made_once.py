@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.files import alone, made_once
-from experiments.models.kept import keep
+from experiments.shared.kept import keep
 from tests.helpers.places import ROOT
 
 

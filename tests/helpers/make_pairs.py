@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from experiments.translation import END, PAD, Pairs, rounded
+from experiments.translation.parts.corpora import END, PAD, Pairs, rounded
 
 
 def make_pairs(sizes: Sequence[tuple[int, int]] | np.ndarray, seed: int = 0, words: int = 30) -> Pairs:

@@ -1,0 +1,310 @@
+"""Exact eigenvalues and exact influence against what approximates them, on a network small enough to know both.
+
+python -m experiments.digits.mnist_small            # embedded digits
+python -m experiments.digits.mnist_small --small    # a toy of it, on a CPU
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import eigentrace as et
+from bench.command import positive
+from bench.measure import Cell
+from eigentrace.demo.cnn import accuracy
+from eigentrace.demo.digits import load_digits
+from eigentrace.evaluate import retrieval
+from experiments.digits.parts import noise
+from experiments.digits.parts.large_network import stream
+from experiments.digits.parts.mnist_small_page import ABOUT, figures, tables
+from experiments.digits.parts.noise import NoisyDigits, noisy
+from experiments.digits.parts.scores import once, timed
+from experiments.digits.parts.small_network import Recipe, Training, gradient_norm, network, stem, trained
+from experiments.shared.frame import Experiment, Part, Session, main
+
+SEED = 0
+# Moves the exact Hessian off zero: a shift of all output biases changes no probability, and is not penalised.
+DAMPING = 1e-8
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is done."""
+
+    digits: int = 6000
+    recipe: Recipe = field(default_factory=Recipe)
+    steps: int = 200
+    """n of Arnoldi."""
+    keeps: tuple[int, ...] = (5, 10, 20, 50, 100, 200)
+    """K."""
+    draws: int = 10
+    """Seeds of RandProj."""
+    depth: int = 100
+    """r of LiSSA."""
+    batch: int = 500
+    """Digits that go through the network together: on a CPU, and with many vectors for the exact Hessian."""
+
+
+SMALL = Size(
+    digits=240,
+    recipe=Recipe(2, l2=1e-3, epochs=60, batch_size=60, lr=3e-2, num_checkpoints=4, iterations=60),
+    steps=24,
+    keeps=(2, 5, 10, 16),
+    draws=2,
+    depth=3,
+    batch=240,
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The trained network and its digits, all in float64."""
+
+    digits: NoisyDigits
+    model: nn.Sequential
+    training: Training
+    size: Size
+    lissa_rows: int
+
+    @property
+    def task(self) -> et.Task:
+        """What was trained; the penalty is part of the curvature."""
+        return et.classification(self.model, l2=self.size.recipe.penalised)
+
+    @property
+    def data(self) -> et.Data:
+        """The training digits."""
+        return self.of(self.digits.images, self.digits.labels)
+
+    def of(self, images: Tensor, labels: Tensor) -> et.Data:
+        """Give digits to the methods."""
+        batch = len(labels) if images.is_cuda else self.size.batch
+        return et.Data(torch.utils.data.TensorDataset(images.double(), labels), batch_size=batch)
+
+
+def subject(session: Session) -> Subject:
+    """Train the network, or read it from the cache."""
+    if session.device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    size = SMALL if session.small else Size()
+    digits = noisy(load_digits(), SEED, session.device, size.digits)
+    training = trained(digits.images, digits.labels, size.recipe, SEED, session.settings.cache)
+    model = network(training, size.recipe, session.device)
+    return Subject(digits, model, training, size, 40 if session.small else session.settings.lissa_rows)
+
+
+def measure_network(session: Session) -> None:
+    """How good the network is, and how near to a minimum."""
+    part = _part(session, "network", "The network")
+
+    def work() -> Cell:
+        known = timed(lambda: subject(session), session.device)
+        digits, model, recipe = known.value.digits, known.value.model, known.value.size.recipe
+        images, test = digits.images.double(), digits.test_images.double()
+        return {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "accuracy_train_given": accuracy(model, images, digits.labels),
+            "accuracy_test_given": accuracy(model, test, digits.test_labels),
+            "accuracy_test_true": accuracy(model, test, digits.test_true_labels),
+            "gradient_norm": gradient_norm(model, images, digits.labels, recipe.l2),
+            "iterations": known.value.training.iterations,
+            "seconds": known.seconds,
+        }
+
+    part.cell("network", work)
+
+
+def measure_eigenvalues(session: Session) -> None:
+    """How far the top eigenvalues of each method are from the exact ones."""
+    known, part = subject(session), _part(session, "eigenvalues", "Top eigenvalues")
+    spectrum = once(lambda: exact(session, known).spectrum.eigenvalues - DAMPING)
+    part.cell("exact", lambda: _about(spectrum()))
+    # Timed only for what is warned of meanwhile: the last of 200 pairs in 200 steps have not settled.
+    fit = once(lambda: timed(lambda: paper_arnoldi(known.size).fit(known.task, known.data), session.device).value)
+
+    def arnoldi(keep: int) -> Cell:
+        return {"distance": wasserstein(fit().spectrum.eigenvalues[:keep], spectrum()[:keep])}
+
+    def random(keep: int, *, orthonormal: bool) -> Cell:
+        draws = [projected_eigenvalues(spectrum(), keep, seed, orthonormal) for seed in range(known.size.draws)]
+        distances = [wasserstein(values, spectrum()[:keep]) for values in draws]
+        return {"distance": mean(distances), "distance_sd": stdev(distances)}
+
+    for keep in known.size.keeps:
+        part.cell(f"Arnoldi, K={keep}", lambda keep=keep: arnoldi(keep))  # type: ignore[misc]
+        part.cell(f"RandProj, K={keep}", lambda keep=keep: random(keep, orthonormal=True))  # type: ignore[misc]
+        part.cell(f"RandProj, Gaussian, K={keep}", lambda keep=keep: random(keep, orthonormal=False))  # type: ignore[misc]
+
+
+def measure_retrieval(session: Session) -> None:
+    """How well self-influence by each method finds the wrong labels."""
+    known, part = subject(session), _part(session, "retrieval", "Wrong labels found")
+    size, device = known.size, session.device
+    part.cell("loss", lambda: _scored(known, et.Loss()))
+    part.cell("gradient norm", lambda: _scored(known, et.TracIn()))
+    checkpoints = known.training.checkpoints
+    part.cell(f"TracIn, C={len(checkpoints)}", lambda: _scored(known, et.TracIn(checkpoints)))
+    for name, method in (("Arnoldi", paper_arnoldi(size)), ("Arnoldi, tail", own_arnoldi(size))):
+        fit = once(partial(timed, partial(method.fit, known.task, known.data), device))
+        for keep in size.keeps:
+            part.cell(f"{name}, K={keep}", lambda fit=fit, keep=keep: _cut(known, fit(), keep))  # type: ignore[misc]
+    squares = once(lambda: random_squares(known))
+    for keep in size.keeps:
+        part.cell(f"RandProj, K={keep}", lambda keep=keep: _drawn(known, squares(), keep))  # type: ignore[misc]
+    part.cell(f"LiSSA, r={size.depth}", lambda: _lissa(known))
+    part.cell("exact Hessian", lambda: _quality(known, exact(session, known)))
+
+
+def paper_arnoldi(size: Size) -> et.Arnoldi:
+    """The paper's estimator, on all digits so that its eigenvalues are to be those of the exact Hessian."""
+    return et.Arnoldi(
+        size.steps, max(size.keeps), curvature="hessian", tail=None, sample=None, seed=SEED, compile=False
+    )
+
+
+def own_arnoldi(size: Size) -> et.Arnoldi:
+    """The package's: Gauss-Newton, and a tail for the rest."""
+    return et.Arnoldi(size.steps, max(size.keeps), sample=None, seed=SEED, compile=False)
+
+
+def exact(session: Session, known: Subject) -> et.Fitted:
+    """Diagonalise the exact Hessian, or read what was found from the cache beside the network."""
+    path = session.settings.cache / f"{stem(known.size.recipe, known.size.digits, SEED)}-exact"
+    if path.exists():
+        return et.load(path, known.task)
+    fitted = et.ExactHessian(damping=DAMPING).fit(known.task, known.data.rebatched(known.size.batch))
+    fitted.save(path)
+    return fitted
+
+
+def wasserstein(found: Tensor, truth: Tensor) -> float:
+    """Return the optimal transport distance between two sets of as many numbers, all of the same weight."""
+    return (found.sort().values - truth.sort().values).abs().mean().item()
+
+
+def projected_eigenvalues(spectrum: Tensor, keep: int, seed: int, orthonormal: bool) -> Tensor:  # (P,) -> (K,)
+    """Draw the eigenvalues of G·H·Gᵀ for K random directions.
+
+    The directions are as likely in the eigenbasis of H as in any other, so they are drawn there, where H is diagonal.
+
+    Args:
+        spectrum: All eigenvalues of H.
+        keep: K.
+        seed: Fixes the directions.
+        orthonormal: Orthonormal directions, so that G·H·Gᵀ is H restricted to their span; else Gaussian ones with
+            E[GᵀG] = I, as RandProj scores with.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    G = torch.randn(keep, len(spectrum), dtype=torch.float64, generator=generator)
+    G = torch.linalg.qr(G.T).Q.T if orthonormal else G / keep**0.5
+    return torch.linalg.eigvalsh(G * spectrum @ G.T)
+
+
+def _part(session: Session, name: str, title: str) -> Part:
+    return session.part(name, title, {"size": repr(SMALL if session.small else Size())})
+
+
+def _about(spectrum: Tensor) -> Cell:
+    return {
+        "largest": float(spectrum.max()),
+        "smallest": float(spectrum.min()),
+        "negative": int((spectrum < -DAMPING).sum()),
+        "deviation": float(spectrum.std(correction=0)),
+    }
+
+
+def _scored(known: Subject, method: Any, warm: int = 64) -> Cell:
+    device = known.digits.images.device
+    fit = timed(lambda: method.fit(known.task, known.data), device)
+    return _quality(known, fit.value, warm=warm) | {"fit_seconds": fit.seconds}
+
+
+def _quality(known: Subject, fitted: et.Fitted, rows: Tensor | None = None, warm: int = 64) -> Cell:
+    """Score all digits or some; a few before, so that what a process loads once is not in the time."""
+    digits = known.digits
+    images, labels, is_wrong = digits.images, digits.labels, digits.is_wrong
+    if rows is not None:
+        images, labels, is_wrong = images[rows], labels[rows], is_wrong[rows]
+    data = known.of(images, labels)
+    if rows is not None:  # whole gradients, which a GPU takes as one convolution with a group for each digit
+        data = data.rebatched(32)
+    if warm:
+        fitted.self_influence(known.of(images[:warm], labels[:warm]))
+    scores = timed(lambda: fitted.self_influence(data), images.device)
+    found = retrieval(scores.value.cpu(), is_wrong.cpu())
+    return {"auc": 100 * found.auc, "ap": 100 * found.ap, "seconds": scores.seconds}
+
+
+def _cut(known: Subject, fit: Any, keep: int) -> Cell:
+    return _quality(known, fit.value.distill(keep=keep)) | {"fit_seconds": fit.seconds}
+
+
+def random_squares(known: Subject) -> Tensor:  # (N, draws, K)
+    """Project all digits on the directions of all draws, which are independent, in one pass through the network."""
+    draws, most = known.size.draws, max(known.size.keeps)
+    fitted = et.RandProj(draws * most, SEED).fit(known.task, known.data)
+    return fitted.features(known.data).square().unflatten(1, (draws, most))
+
+
+def _drawn(known: Subject, squares: Tensor, keep: int) -> Cell:
+    """Judge the first K directions of every draw; one draw is scored by itself for the time that takes."""
+    found = [retrieval(own.cpu(), known.digits.is_wrong.cpu()) for own in squares[:, :, :keep].sum(dim=2).unbind(1)]
+    cell = _scored(known, et.RandProj(keep, SEED))
+    for key in ("auc", "ap"):
+        values = [100 * getattr(one, key) for one in found]
+        cell |= {key: mean(values), f"{key}_sd": stdev(values)}
+    return cell
+
+
+def _lissa(known: Subject) -> Cell:
+    order = torch.randperm(known.size.digits, generator=stream(SEED, "rows of LiSSA"))
+    rows = order[: known.lissa_rows].to(known.digits.images.device)
+    method = et.Lissa(known.size.depth, curvature="hessian", seed=SEED)
+    return _quality(known, method.fit(known.task, known.data), rows, warm=1) | {"rows": len(rows)}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add to the command line what this experiment understands."""
+    noise.options(parser)
+    parser.add_argument("--lissa-rows", type=positive, default=640, help="digits that LiSSA is scored on")
+
+
+VERDICT = """\
+The first figure is seen in full: Arnoldi has the top K eigenvalues to rounding up to K = 100 and, with every pair of
+its 200 steps kept, to 0.04; random projections are off by 3 to 95 (orthonormal rows) or 0.4 to 52 (Gaussian ones),
+where the exact eigenvalues' standard deviation is 5.5.
+
+The second is seen but for its right end. Arnoldi finds more than RandProj up to K = 100, and rises until there. At K =
+n = 200 it falls by two points of AUC, because its last pairs have not settled: keep fewer than were computed. In AUC it
+passes the exact Hessian at every K, not only at large ones; in AP at K = 50 and 100 only. So the exact inverse is not
+the best ranking of wrong labels, and more of the spectrum is not always better. The tail is ahead of all of them from K
+= 10 on, in AUC and AP, for 40% of the fitting time, and never falls.
+
+For this job the loss is far ahead of everything (98.7 AP): the penalty keeps the network from learning wrong labels by
+heart. L-BFGS stopped at its 1,000 iterations with a gradient of length 0.02 left, and 15 of 2,616 eigenvalues slightly
+below zero: close to a minimum, not in it."""
+
+EXPERIMENT = Experiment(
+    name="mnist_small",
+    title="Exact Hessian of a small network for MNIST",
+    about=ABOUT,
+    parts={"network": measure_network, "eigenvalues": measure_eigenvalues, "retrieval": measure_retrieval},
+    tables=tables,
+    figures=figures,
+    options=options,
+    verdict=VERDICT,
+    seen=(
+        "Arnoldi has the exact eigenvalues and finds more than RandProj: seen, up to K = 100. More directions find "
+        "more: not at K = n = 200."
+    ),
+    area="digits",
+)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT, sys.argv[1:]))

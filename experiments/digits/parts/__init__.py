@@ -1,0 +1,1 @@
+"""Data, networks, scores, figures and pages of the experiments on digits."""

@@ -1,0 +1,295 @@
+"""The scores of the paper's tables on digits, and ours beside them: how well each finds the wrong labels, how fast."""
+
+import argparse
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from statistics import mean, median, stdev
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import eigentrace as et
+from bench.command import positive
+from bench.measure import Cell, reason, with_seconds
+from bench.record import Notes, Record, shown, table
+from eigentrace.errors import ConvergenceWarning, EigentraceWarning
+from eigentrace.evaluate import retrieval
+from experiments.digits.parts.large_network import stream, with_small_top
+from experiments.digits.parts.noise import NoisyDigits, Subject, dataset
+from experiments.shared.frame import Part
+
+Rows = Iterator[tuple[str, Callable[[], Cell]]]
+
+FRESH, FIXED, ALL = "Arnoldi", "Arnoldi, one sample", "Arnoldi, all digits"
+TAIL, TAIL_ALL = "Arnoldi, tail", "Arnoldi, tail, all digits"
+LISSA, LISSA_TOP = "LiSSA", "LiSSA, 10% of Θ"
+FAMILIES = (
+    *(LISSA, LISSA_TOP, "TracIn", "RandProj", "RandSelect"),
+    *(FRESH, FIXED, ALL, TAIL, TAIL_ALL, "Loss", "Mean loss"),
+)
+"""Names of methods in the order of the tables; a row adds its one setting, as in "RandProj, K=10"."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much each method does."""
+
+    keeps: tuple[int, ...] = (10, 100)
+    """K."""
+    steps: int = 200
+    sample: int = 512
+    draws: int = 20
+    """Seeds of RandProj and RandSelect."""
+    depths: tuple[int, int] = (10, 100)
+    """r of LiSSA on all and on a tenth of the parameters."""
+
+
+SMALL = Size(keeps=(1, 3), steps=4, sample=32, draws=2, depths=(1, 2))
+
+
+def lissa_option(parser: argparse.ArgumentParser) -> None:
+    """Let the command line say on how much LiSSA is scored."""
+    parser.add_argument("--lissa-rows", type=positive, default=640, help="digits that LiSSA is scored on")
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Something made, how long that took, and what was warned of meanwhile."""
+
+    value: Any
+    seconds: float
+    warning: str | None
+    unsettled: str | None
+    """That the last eigenpairs have not settled, which concerns only cuts that have them."""
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> Timed:
+    """Do some work, the device's queue included; warnings of the package go into the record instead of the terminal."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", EigentraceWarning)
+        value, seconds = with_seconds(work, device)
+    told = [w for w in caught if issubclass(w.category, EigentraceWarning)]
+    unsettled = [str(w.message) for w in told if issubclass(w.category, ConvergenceWarning)]
+    others = [str(w.message) for w in told if not issubclass(w.category, ConvergenceWarning)]
+    return Timed(value, seconds, next(iter(others), None), next(iter(unsettled), None))
+
+
+def once(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Do some work when it is first asked for. What several numbers need and cannot be had is not tried again."""
+
+    @cache
+    def outcome() -> tuple[Any, str | None]:
+        try:
+            return work(), None
+        except Exception as error:  # kept as text: an error keeps the tensors of the failed call alive
+            return None, reason(error)
+
+    def ask() -> Any:
+        value, failure = outcome()
+        if failure is not None:
+            raise RuntimeError(failure)
+        return value
+
+    return ask
+
+
+def gradient_rows(subject: Subject, size: Size) -> Rows:
+    """Gradient similarity: exact, at one and at all checkpoints; through random directions; over random parameters."""
+    task, checkpoints = subject.task, subject.checkpoints
+    yield "TracIn, C=1", lambda: _measured(subject, [et.TracIn()])
+    yield f"TracIn, C={len(checkpoints)}", lambda: _measured(subject, [et.TracIn(checkpoints=checkpoints)])
+    for make in (et.RandProj, et.RandSelect):
+        for keep in size.keeps:
+            methods = [make(keep=min(keep, task.layout.numel), seed=seed) for seed in range(size.draws)]
+            yield f"{make.__name__}, K={keep}", lambda methods=methods: _measured(subject, methods)  # type: ignore[misc]
+
+
+def paper_arnoldi(size: Size, seed: int, sample: int | None, *, spread: bool) -> et.Arnoldi:
+    """The paper's estimator: the Hessian's top eigenpairs by magnitude, and nothing for the rest."""
+    return et.Arnoldi(
+        *(size.steps, max(size.keeps)),
+        curvature="hessian",
+        tail=None,
+        sample=sample,
+        spread=spread,
+        seed=seed,
+        compile=False,
+    )
+
+
+def own_arnoldi(size: Size, seed: int, sample: int | None) -> et.Arnoldi:
+    """The package's: Gauss-Newton, and a tail for the rest."""
+    return et.Arnoldi(size.steps, max(size.keeps), sample=sample, seed=seed, compile=False)
+
+
+def arnoldi_rows(subject: Subject, size: Size, *, every: bool = True) -> Rows:
+    """The paper's estimator and ours, each cut of one fit; `every` adds other samples of the same."""
+    seed, sample = subject.seed, size.sample
+    methods = {FRESH: paper_arnoldi(size, seed, sample, spread=True)}
+    if every:
+        methods |= {FIXED: paper_arnoldi(size, seed, sample, spread=False)}
+        methods |= {ALL: paper_arnoldi(size, seed, None, spread=False)}
+    methods |= {TAIL: own_arnoldi(size, seed, sample)}
+    if every:
+        methods |= {TAIL_ALL: own_arnoldi(size, seed, None)}
+    for family, method in methods.items():
+        fit = once(partial(timed, partial(method.fit, subject.task, subject.digits.data), _device(subject)))
+        for keep in size.keeps:
+            yield f"{family}, K={keep}", lambda fit=fit, keep=keep: _cut(subject, fit(), keep)  # type: ignore[misc]
+
+
+def lissa_rows(subject: Subject, size: Size, count: int, *, top: bool = True) -> Rows:
+    """One solve per gradient, on some of the digits; `top` adds the one on a tenth of the parameters."""
+    yield f"{LISSA}, r={size.depths[0]}", lambda: _lissa(subject, subject.task, size.depths[0], count)
+    if top:
+        model = with_small_top(subject.model)
+        task = et.classification(model, params="top 10%", l2=subject.recipe.l2)
+        yield f"{LISSA_TOP}, r={size.depths[1]}", lambda: _lissa(subject, task, size.depths[1], count)
+
+
+def loss_rows(subject: Subject, size: Size) -> Rows:
+    """The baselines that need no gradient."""
+    yield "Loss, C=1", lambda: _measured(subject, [et.Loss()])
+    checkpoints = subject.checkpoints
+    yield f"Mean loss, C={len(checkpoints)}", lambda: _measured(subject, [et.MeanLoss(checkpoints)])
+
+
+def measure(part: Part, subject: Subject, rows: Rows) -> None:
+    """Measure what is asked for, one number per row and seed."""
+    for name, work in rows:
+        part.cell(f"{name}, seed {subject.seed}", work)
+
+
+def over_seeds(records: Iterable[Record]) -> dict[str, Cell]:
+    """Gather the cells of some parts by row, in the order of the tables, as means over seeds.
+
+    Rows without a standard deviation over draws get the one over seeds.
+    """
+    by_row: dict[str, list[Cell]] = {}
+    for record in records:
+        for name, cell in record["cells"].items():
+            by_row.setdefault(name.rpartition(", seed ")[0], []).append(cell)
+    return {name: _averaged(by_row[name]) for name in sorted(by_row, key=_place)}
+
+
+def trainings(records: Iterable[Record]) -> list[str]:
+    """Say how many trainings the numbers are of, and what their standard deviations are over."""
+    seeds = {name.rpartition(", seed ")[2] for record in records for name in record["cells"]}
+    if len(seeds) < 2:
+        return []
+    text = (
+        f"Means over {len(seeds)} trainings, each with noise and first weights of its own. ± is the standard deviation"
+    )
+    return [f"{text} over draws where a method draws rows, else over trainings.", ""]
+
+
+def quality(cell: Cell | None, key: str, notes: Notes | None = None) -> str:
+    """Write AUC or AP in percent, with the standard deviation over draws or seeds where there are several.
+
+    A row has one note, marked where `notes` is given.
+    """
+    if cell is None or (notes is None and key not in cell):
+        return "–"
+    text = f"{cell[key]:.1f}" if notes is None else shown(cell, key, ".1f", notes)
+    return f"{text} ± {cell[f'{key}_sd']:.1f}" if f"{key}_sd" in cell else text
+
+
+def seconds(cell: Cell, key: str) -> str:
+    """Write a time with two digits."""
+    value = cell.get(key)
+    return "–" if value is None else f"{value:.2g}" if value < 10 else f"{value:,.0f}"
+
+
+def accuracies(cell: Cell, paper: Mapping[str, float]) -> list[str]:
+    """Lay out how good the network is, beside the paper's."""
+    names = {
+        "accuracy_train_given": "training digits, given labels",
+        "accuracy_test_given": "test digits, a fifth relabeled too",
+        "accuracy_test_true": "test digits, true labels",
+    }
+    rows = [(text, quality(cell, key), quality(dict(paper), key)) for key, text in names.items()]
+    return table(("accuracy of the network (%)", "here", "paper"), rows)
+
+
+def family_of(row: str) -> str:
+    """Return the method of a row, without its setting."""
+    return row.rpartition(", ")[0]
+
+
+def setting_of(row: str) -> int:
+    """Return the number in a row's setting."""
+    return int(row.rpartition("=")[2])
+
+
+def _place(row: str) -> tuple[int, int]:
+    family = family_of(row)
+    return (FAMILIES.index(family), setting_of(row)) if family in FAMILIES else (len(FAMILIES), 0)
+
+
+def _averaged(cells: list[Cell]) -> Cell:
+    good = [cell for cell in cells if "failed" not in cell]
+    if len(good) < 2:
+        return (good or cells)[0]
+    keys = [key for key, value in good[0].items() if isinstance(value, int | float)]
+    means = {key: mean(cell[key] for cell in good if key in cell) for key in keys}
+    both = [key for key in ("auc", "ap") if all(key in cell for cell in good)]
+    return {f"{key}_sd": stdev(cell[key] for cell in good) for key in both} | good[0] | means
+
+
+def _measured(subject: Subject, methods: list[Any]) -> Cell:
+    """Fit and score; several draws of one method give the mean, its spread, and the median time."""
+    data, device = subject.digits.data, _device(subject)
+    fits = (timed(partial(method.fit, subject.task, data), device) for method in methods)
+    cells = [_scored(subject, fit.value, fit, warm=len(methods) == 1) for fit in fits]
+    if len(cells) == 1:
+        return cells[0]
+    spread = {f"{key}_sd": stdev(cell[key] for cell in cells) for key in ("auc", "ap")}
+    quality_of = {key: mean(cell[key] for cell in cells) for key in ("auc", "ap")}
+    return quality_of | spread | {k: median(cell[k] for cell in cells) for k in ("seconds", "fit_seconds")}
+
+
+def _cut(subject: Subject, fit: Timed, keep: int) -> Cell:
+    found = len(fit.value.spectrum.eigenvalues)  # fewer where no more curvature is left
+    cell = _scored(subject, fit.value.distill(keep=min(keep, found)), fit)
+    told = [text for text in (fit.warning, fit.unsettled if keep >= found else None) if text is not None]
+    return cell | {"note": " ".join(told)} if told else cell
+
+
+def _scored(subject: Subject, fitted: et.Fitted, fit: Timed, *, warm: bool = True) -> Cell:
+    if warm:
+        warm_up(fitted, subject.digits)
+    scores = timed(lambda: fitted.self_influence(subject.digits.data), _device(subject))
+    cell = _cell(scores.value, subject.digits.is_wrong) | {"seconds": scores.seconds, "fit_seconds": fit.seconds}
+    return cell if fit.warning is None else cell | {"note": fit.warning}
+
+
+def warm_up(fitted: et.Fitted, digits: NoisyDigits, count: int = 64) -> None:
+    """Score a few digits, so that what a process loads once is not in the time that is measured next."""
+    fitted.self_influence(dataset(digits.images[:count], digits.labels[:count]))
+
+
+def _lissa(subject: Subject, task: et.Task, depth: int, count: int) -> Cell:
+    digits, device = subject.digits, _device(subject)
+    number = len(digits.labels)
+    rows = torch.randperm(number, generator=stream(subject.seed, "rows of LiSSA"))[:count].to(device)
+    fit = timed(lambda: et.Lissa(depth=depth, curvature="hessian", seed=subject.seed).fit(task, digits.data), device)
+    some = dataset(digits.images[rows], digits.labels[rows])
+    warm_up(fit.value, digits, 1)
+    scores = timed(lambda: fit.value.self_influence(some), device)
+    cell = _cell(scores.value, digits.is_wrong[rows]) | {"fit_seconds": fit.seconds, "rows": len(rows)}
+    cell |= {"seconds": scores.seconds * number / len(rows)}
+    if len(rows) < number:
+        cell |= {"note": f"AUC and AP on {len(rows):,} random digits; T is that of these, times {number / len(rows):g}"}
+    return cell
+
+
+def _cell(scores: Tensor, is_wrong: Tensor) -> Cell:
+    found = retrieval(scores.cpu(), is_wrong.cpu())
+    return {"auc": 100 * found.auc, "ap": 100 * found.ap}
+
+
+def _device(subject: Subject) -> torch.device:
+    return subject.digits.images.device

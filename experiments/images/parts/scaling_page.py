@@ -1,0 +1,230 @@
+"""The page of `experiments.images.scaling`: seconds by model, a line through them, and what offloading costs."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+import numpy as np
+
+from bench.measure import Cell
+from bench.record import Notes, Record, memory, millions, shown, table
+from eigentrace.evaluate.curves import round_ticks
+
+CURVATURES: tuple[Literal["hessian", "gauss-newton"], ...] = ("hessian", "gauss-newton")
+PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")
+PAPER = {"vit_l_32": "15 h", "transformer_base": "139 min"}
+"""What the paper states for 200 products, on a 4-core TPUv2."""
+TRANSFORMERS = ("vit_b_32", "vit_l_32_half", "vit_l_32")
+Place = Callable[[float, float], tuple[float, float]]
+_COLOURS = ("#0072b2", "#d55e00")
+_STYLE = (
+    "text { font: 13px system-ui, sans-serif; fill: #333 } .name { font-weight: 600 } .grid { stroke: #ddd } "
+    ".axis { stroke: #888 } .line { stroke-width: 1.5; stroke-dasharray: 6 4 } "
+    "@media (prefers-color-scheme: dark) { text { fill: #ddd } .grid { stroke: #444 } }"
+)
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 400, 64, 690, 62, 344
+
+
+def fit_name(kind: str, steps: int) -> str:
+    """Name the cell of a fit."""
+    return f"{kind}/{steps}"
+
+
+def orthogonalisation_name(steps: int) -> str:
+    """Name the cell of an iteration without products."""
+    return f"orthogonalisation/{steps}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One fit of one model, at all steps."""
+
+    model: str
+    parameters: int
+    kind: str
+    seconds: float
+    extrapolated_from: int | None
+    """Products that were timed, if not all."""
+    cell: Cell
+
+
+def points(records: Mapping[str, Record]) -> list[Point]:
+    """Return the fits at all steps, measured where there is a measurement, smallest model first."""
+    found: list[Point] = []
+    for model, record in records.items():
+        for kind in CURVATURES if model != "offload" else ():
+            found += _point(model, record, kind)
+    return sorted(found, key=lambda point: (point.parameters, CURVATURES.index(point.kind)))
+
+
+def _point(model: str, record: Record, kind: str) -> Iterator[Point]:
+    full, parameters = record["settings"]["steps"], record["facts"]["parameters"]
+    timed = {cell["settings"]["steps"]: cell for cell in _fits(record, kind) if "failed" not in cell}
+    if full in timed:
+        yield Point(model, parameters, kind, timed[full]["seconds"], None, timed[full])
+        return
+    whole = record["cells"].get(orthogonalisation_name(full), {"failed": "not measured"})
+    if timed and "failed" not in whole:
+        steps = max(timed)
+        yield Point(model, parameters, kind, extrapolated(timed[steps], whole, full), steps, timed[steps])
+
+
+def _fits(record: Record, kind: str) -> list[Cell]:
+    return [cell for name, cell in record["cells"].items() if name.startswith(f"{kind}/")]
+
+
+def extrapolated(cell: Cell, whole: Cell, steps: int) -> float:
+    """Put a fit of many steps together from one of few and from all of its orthogonalisation."""
+    parts = cell["parts"]
+    return (
+        parts.get("checks", 0.0)
+        + parts["first product"]
+        + (steps - 1) * parts["products"] / (cell["settings"]["steps"] - 1)
+        + whole["seconds"]
+        + parts["eigenvectors"]
+    )
+
+
+@dataclass(frozen=True)
+class Straight:
+    """A straight line through some points: seconds = start + rate · parameters / 1e6."""
+
+    start: float
+    rate: float
+    r2: float
+    num_points: int
+
+
+def straight(chosen: Sequence[Point]) -> Straight | None:
+    """Fit a line by least squares; None through fewer than three points."""
+    if len(chosen) < 3:
+        return None
+    x, y = np.array([(point.parameters / 1e6, point.seconds) for point in chosen]).T
+    rate, start = np.polyfit(x, y, 1)
+    left, around = np.square(y - start - rate * x).sum(), np.square(y - y.mean()).sum()
+    return Straight(float(start), float(rate), float(1 - left / around), len(chosen))
+
+
+def tables(records: Mapping[str, Record]) -> list[str]:
+    """Lay out the fits, the lines through them, and the offloaded basis."""
+    notes = Notes()
+    found = points(records)
+    headings = ["model", "parameters", "curvature", "n", "seconds", "how", "ms per product", "GiB", "paper, n = 200"]
+    lines = table(headings, [_row(point, records[point.model], notes) for point in found])
+    lines += ["", *_failures(records, notes), *_lines_through(found), *_offload(records.get("offload"), notes)]
+    return lines + (["", *notes.lines()] if notes.texts else [])
+
+
+def _row(point: Point, record: Record, notes: Notes) -> list[str]:
+    steps = point.cell["settings"]["steps"]
+    how = "measured" if point.extrapolated_from is None else f"extrapolated from {steps} products"
+    paper = PAPER.get(point.model, "–") if point.kind == "hessian" else "–"
+    return [
+        record["title"],
+        millions(point.parameters),
+        point.kind,
+        f"{record['settings']['steps']}",
+        f"{point.seconds:.1f}",
+        how,
+        f"{1000 * point.cell['parts']['products'] / max(1, steps - 1):.0f}",
+        memory(point.cell, notes),
+        paper,
+    ]
+
+
+def _failures(records: Mapping[str, Record], notes: Notes) -> list[str]:
+    failed = [
+        f"{record['title']}, {name}: {shown(cell, '', '', notes)}"
+        for record in records.values()
+        for name, cell in record["cells"].items()
+        if "failed" in cell
+    ]
+    return ["Not measured: " + "; ".join(failed) + ".", ""] if failed else []
+
+
+def _lines_through(found: Sequence[Point]) -> list[str]:
+    rows = []
+    for kind in CURVATURES:
+        own = [point for point in found if point.kind == kind]
+        for title, chosen in (("all models", own), ("ViTs alone", [p for p in own if p.model in TRANSFORMERS])):
+            line = straight(chosen)
+            if line is not None:
+                rows.append([f"{kind}, {title}", f"{line.num_points}", f"{line.start:.1f}", f"{line.rate:.3f}"])
+                rows[-1].append(f"{line.r2:.3f}")
+    if not rows:
+        return []
+    headings = ["line through", "points", "seconds at 0", "seconds per million parameters", "R²"]
+    return ["The paper's claim is a linear trend. Least squares:", "", *table(headings, rows)]
+
+
+def _offload(record: Record | None, notes: Notes) -> list[str]:
+    if record is None:
+        return []
+    rows = []
+    for place in PLACES:
+        cell = record["cells"].get(place)
+        parts = {} if cell is None or "failed" in cell else cell["parts"]
+        steps = f"{cell['settings']['steps']}" if cell is not None and parts else "–"
+        spent = f"{parts['orthogonalisation']:.1f}" if parts else "–"
+        rows.append([place, steps, shown(cell, "seconds", ".1f", notes), spent, memory(cell, notes)])
+    headings = ["basis of " + record["title"], "products", "seconds", "orthogonalisation", "GiB of the GPU"]
+    return ["", "The basis in host memory, as the paper held it (bfloat16, no restarts):", "", *table(headings, rows)]
+
+
+def figures(records: Mapping[str, Record], *, small: bool) -> dict[str, str]:
+    """Draw seconds against parameters, with the line through all models."""
+    found = points(records)
+    return {"seconds": _drawn(found, {name: record["title"] for name, record in records.items()})} if found else {}
+
+
+def _drawn(found: Sequence[Point], titles: Mapping[str, str]) -> str:
+    most, longest = max(p.parameters for p in found) / 1e6, max(p.seconds for p in found)
+    right, top = most * 1.15, longest * 1.15
+
+    def place(across: float, up: float) -> tuple[float, float]:
+        return _LEFT + across / right * (_RIGHT - _LEFT), _BOTTOM - up / top * (_BOTTOM - _TOP)
+
+    parts = [_text(_LEFT, 18, "Seconds of a fit against millions of parameters", "start", "name")]
+    for tick in round_ticks(0, top):
+        height = place(0, tick)[1]
+        parts += [f'<path class="grid" d="M{_LEFT} {height:.1f}H{_RIGHT}"/>']
+        parts += [_text(_LEFT - 8, height + 4, f"{tick:g}", "end")]
+    parts += [_text(place(tick, 0)[0], _BOTTOM + 18, f"{tick:g}", "middle") for tick in round_ticks(0, right)]
+    parts += [f'<path class="axis" d="M{_LEFT} {_BOTTOM}H{_RIGHT}"/>']
+    parts += [_text((_LEFT + _RIGHT) / 2, _BOTTOM + 40, "million parameters", "middle")]
+    for number, (kind, colour) in enumerate(zip(CURVATURES, _COLOURS, strict=True)):
+        own = [point for point in found if point.kind == kind]
+        parts += _series(own, colour, place, right)
+        parts += [f'<circle fill="{colour}" cx="{_LEFT + 6 + 130 * number}" cy="38" r="4"/>']
+        parts += [_text(_LEFT + 16 + 130 * number, 42, kind, "start")]
+    parts += [_text(_LEFT + 276, 42, "hollow: extrapolated; dashed: least squares", "start")]
+    for number, model in enumerate(dict.fromkeys(point.model for point in found)):
+        # Neighbours are named above and below their points in turn, so that names do not meet.
+        above, heights = number % 2 == 0, [p.seconds for p in found if p.model == model]
+        parameters = next(p.parameters for p in found if p.model == model)
+        x, y = place(parameters / 1e6, max(heights) if above else min(heights))
+        # Those below end beneath their point: the next one to the right may lie lower.
+        anchor = "middle" if above and x < _RIGHT - 60 else "end"
+        parts += [_text(x + (0 if above else 6), y - 10 if above else y + 20, titles[model], anchor)]
+    label = "Seconds of a fit against millions of parameters"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
+    return f"{head}<style>{_STYLE}</style>{''.join(parts)}</svg>\n"
+
+
+def _series(own: Sequence[Point], colour: str, place: Place, right: float) -> Iterator[str]:
+    line = straight(own)
+    if line is not None:
+        # From where the line leaves the ground, if it does so to the right of no parameters at all.
+        begin = max(0.0, -line.start / line.rate) if line.rate > 0 else 0.0
+        (x0, y0), (x1, y1) = (place(x, line.start + line.rate * x) for x in (begin, right))
+        yield f'<path class="line" stroke="{colour}" d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}"/>'
+    for point in own:
+        x, y = place(point.parameters / 1e6, point.seconds)
+        inside = colour if point.extrapolated_from is None else "none"
+        yield f'<circle fill="{inside}" stroke="{colour}" stroke-width="2" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
+    style = f' class="{kind}"' if kind else ""
+    return f'<text{style} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

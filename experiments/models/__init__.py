@@ -1,1 +1,0 @@
-"""The networks of the experiments and how they are trained, one file each."""

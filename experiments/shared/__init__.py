@@ -1,0 +1,1 @@
+"""What the experiments of several areas use: their command line, their files, what they keep."""

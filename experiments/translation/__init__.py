@@ -1,0 +1,1 @@
+"""The experiments on sentence pairs: each module is a command, `python -m experiments.translation.NAME`."""

@@ -1,0 +1,1 @@
+"""Corpora, networks, scores and pages of the experiments on sentence pairs."""

@@ -1,0 +1,110 @@
+"""Several sentence pairs in one row, as in the paper: none of them sees another, and each begins at the first position.
+
+Rows are then nearly full on both sides, and batches of one shape but for the last of a pass.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.models import Transformer
+from experiments.translation.parts.corpora import BEGIN, PAD, Pairs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where pairs go: an entry for each, row by row."""
+
+    pairs: np.ndarray
+    rows: np.ndarray
+    source: np.ndarray
+    """Position of the first token in its row."""
+    target: np.ndarray
+    width: int
+    """Tokens of a row, on each side."""
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return int(self.rows[-1]) + 1
+
+    def take(self, start: int, end: int) -> "Plan":
+        """Return the pairs of some rows, counted from `start`."""
+        here = slice(*np.searchsorted(self.rows, [start, end]))
+        return Plan(self.pairs[here], self.rows[here] - start, self.source[here], self.target[here], self.width)
+
+
+def planned(pairs: Pairs, order: np.ndarray, width: int) -> Plan:
+    """Fill one row after the other with pairs in an order: a new row begins where either side does not fit."""
+    sizes = zip(pairs.source_lengths[order].tolist(), pairs.target_lengths[order].tolist(), strict=True)
+    row, source, target = 0, 0, 0
+    found = []
+    for on_source, on_target in sizes:
+        if max(on_source, on_target) > width:
+            raise ValueError(f"A pair has {on_source} and {on_target} tokens, a row holds {width}.")
+        if source + on_source > width or target + on_target > width:
+            row, source, target = row + 1, 0, 0
+        found.append((row, source, target))
+        source, target = source + on_source, target + on_target
+    rows, sources, targets = np.array(found, dtype=np.int64).reshape(-1, 3).T
+    return Plan(order, rows, sources, targets, width)
+
+
+def batches(pairs: Pairs, width: int, tokens: int, seed: int) -> Iterator[Plan]:
+    """Yield one batch of rows after another, for ever: every pair once, then all again in a new order."""
+    draw = np.random.default_rng([seed, 2])
+    while True:
+        # Pairs are shuffled, so rows and batches are too.
+        plan = planned(pairs, draw.permutation(len(pairs)), width)
+        at_once = max(1, tokens // width)
+        yield from (plan.take(start, start + at_once) for start in range(0, plan.count, at_once))
+
+
+class Side(NamedTuple):
+    """One side of a batch of rows."""
+
+    tokens: Tensor  # (R, W), like all
+    number: Tensor
+    """Which pair of its row a position belongs to; 0 for padding."""
+    place: Tensor
+    """The position within its sentence."""
+
+
+def packed(pairs: Pairs, plan: Plan) -> tuple[Side, Side]:
+    """Put the tokens of a batch into its rows, on the device of the pairs."""
+    first = np.searchsorted(plan.rows, plan.rows)
+    numbers = np.arange(len(plan.rows)) - first + 1
+
+    def side(table: Tensor, lengths: np.ndarray, starts: np.ndarray) -> Side:
+        sizes = lengths[plan.pairs]
+        place = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        found = np.zeros((3, plan.count * plan.width), dtype=np.int64)
+        here = np.repeat(plan.rows * plan.width + starts, sizes) + place
+        found[:, here] = np.repeat(plan.pairs, sizes), place, np.repeat(numbers, sizes)
+        # Not waited for: a training would stand still at every step until the one before it is done.
+        there = torch.from_numpy(found.reshape(3, plan.count, plan.width)).to(table.device, non_blocking=True)
+        return Side(table[there[0], there[1]].long().masked_fill(there[2] == 0, PAD), there[2], there[1])
+
+    return (
+        side(pairs.source, pairs.source_lengths, plan.source),
+        side(pairs.target, pairs.target_lengths, plan.target),
+    )
+
+
+def logits_of(model: Transformer, source: Side, target: Side) -> Tensor:  # (R, W, words)
+    """Predict every target token from those before it in its sentence and from the source of its pair."""
+    before = target.tokens.roll(1, dims=1).masked_fill(target.place == 0, BEGIN)
+    memory = model.encode(source.tokens, _same(source, source), source.place)
+    own = _same(target, target).tril()
+    # Padding may look at anything: with nothing to look at it would become NaN.
+    across = _same(target, source) | (target.number == 0)[:, :, None]
+    return model.head(model.decode(before, memory, across, own, target.place))
+
+
+def _same(one: Side, other: Side) -> Tensor:  # (R, W, W)
+    """Tell which positions are of one pair."""
+    return one.number[:, :, None] == other.number[:, None, :]

@@ -1,0 +1,314 @@
+"""Choosing pairs of the noisy corpus by a score, and what a small translation network learns from the choice."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, stdev
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import eigentrace as et
+from bench.files import made_once
+from bench.measure import Cell, clocked, release, with_seconds
+from bench.record import Record
+from eigentrace.disk.atomic import replacing
+from eigentrace.errors import InputError
+from experiments.shared.frame import Part, Session
+from experiments.shared.kept import name_of
+from experiments.translation.parts.bleu import bleu
+from experiments.translation.parts.corpora import FILES, LONGEST, Corpora, Ordered, Pairs
+from experiments.translation.parts.network import ALL, OUR_WAY, PAPER_WAY, Estimator, Network, load_network, size_of
+from experiments.translation.parts.network import options as network_options
+from experiments.translation.parts.noisy_corpus import CLEAN, KINDS, NoisyCorpus
+from experiments.translation.parts.prefilters import Prefiltered, learned_languages
+from experiments.translation.parts.transformer import Recipe, make_transformer, train_transformer
+from experiments.translation.parts.translate import translated
+
+KEEP = 10
+NONE, PREFILTER, RANDOM, ORACLE = "none", "prefilter", "random", "clean only"
+RAND_PROJ, LOSS, PER_TOKEN = "RandProj", "loss", " per token"
+SETS = ("newstest2016", "multi30k")
+"""What BLEU is taken on, by how the origin of a test sentence begins."""
+NOISY_FILES = ("crawl", "judged", "comparable", "wrong_language", "test")
+"""What the corpus is made of beside the network's files, and what BLEU is taken on."""
+RETRAINED = Recipe(width=256, depth=3, heads=4, steps=3000, tokens=4096, lr=2e-3, warm_up=500, dropout=0.2)
+"""14M parameters; the vocabulary is that of the network that scores."""
+SMALL_RETRAINED = Recipe(32, 1, 2, words=240, steps=36, tokens=200, row=100, lr=2e-2, warm_up=8, dropout=0.0)
+STEPS, SMALL_STEPS = (750, 3000), (12, 36)
+"""After which BLEU is taken, in one training."""
+# Tokens that translations of phrases end after: a network that has learned little never ends by itself.
+SMALL_LONGEST = 20
+PUBLISHED = Path(__file__).resolve().parents[3] / "docs" / "results" / "mt_filter_scores"
+"""The scores behind the published numbers, kept like those of the cache."""
+
+
+def _arnoldi(network: Network, data: et.Data, estimator: Estimator) -> Tensor:
+    fitted, _ = network.fit(ALL, estimator)
+    return fitted.distill(KEEP).self_influence(data, compute=network.compute)
+
+
+def _rand_proj(network: Network, data: et.Data) -> Tensor:
+    return et.RandProj(KEEP).fit(network.task(ALL), data).self_influence(data, compute=network.compute)
+
+
+SCORES: dict[str, tuple[Callable[[Network, et.Data], Tensor], int]] = {
+    RAND_PROJ: (_rand_proj, 2),
+    PAPER_WAY: (lambda network, data: _arnoldi(network, data, PAPER_WAY), 2),
+    OUR_WAY: (lambda network, data: _arnoldi(network, data, OUR_WAY), 2),
+    LOSS: (lambda network, data: et.Loss().fit(network.task(ALL), data).self_influence(data), 1),
+}
+"""How each score is made, and the power of the number of target tokens that it is divided by per token."""
+
+
+@lru_cache(maxsize=1)
+def _tokenised(corpora: Corpora) -> tuple[Corpora, NoisyCorpus, Pairs]:
+    """Put the corpus together once for all parts of a command; the files that come back with it have been read."""
+    return corpora, *NoisyCorpus.tokenised(corpora)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The noisy corpus, and everything that is computed of it once and kept in the cache."""
+
+    session: Session
+    corpora: Corpora
+    corpus: NoisyCorpus
+    pairs: Pairs
+    published: Path | None = PUBLISHED
+    """Where scores of the same corpus and network lie that another machine made; None to make one's own."""
+
+    @staticmethod
+    def of(session: Session) -> "Bench":
+        """Put the corpus of a session together, or take that of the part before."""
+        return Bench(session, *_tokenised(Corpora.of(session)))
+
+    @cached_property
+    def network(self) -> Network:
+        """The network that scores."""
+        return load_network(self.session)[0]
+
+    @cached_property
+    def ordered(self) -> Ordered:
+        """The corpus as it is scored."""
+        return Ordered.of(self.pairs, size_of(self.session).batch)
+
+    def scores(self, name: str) -> np.ndarray:  # (N,)
+        """Return a score of every pair; kept, so that only the first who asks computes it."""
+        if name == RANDOM:
+            return np.random.default_rng([0, 15]).random(len(self.pairs))
+        plain = name.removesuffix(PER_TOKEN)
+        work, power = SCORES[plain]
+        values = self._kept(plain, lambda: self._scored(work))["values"]
+        return values / self.pairs.target_lengths.astype(float) ** power if name != plain else values
+
+    def seconds(self, name: str) -> float:
+        """Return how long it took to score, the fit included where that was not there yet."""
+        plain = name.removesuffix(PER_TOKEN)
+        return float(self._kept(plain, lambda: self._scored(SCORES[plain][0]))["seconds"])
+
+    def _scored(self, work: Callable[[Network, et.Data], Tensor]) -> dict[str, np.ndarray]:
+        network, device = self.network, self.session.device
+        release(device)
+        values, took = with_seconds(lambda: self.ordered.back(work(network, self.ordered.data)), device)
+        return {"values": values, "seconds": np.array(took)}
+
+    def prefiltered(self) -> Prefiltered:
+        """Return what the rules keep."""
+
+        def work() -> dict[str, np.ndarray]:
+            return Prefiltered.of(self.corpus.texts, learned_languages(self.corpora)).by_rule
+
+        return Prefiltered(self._kept(PREFILTER, work))
+
+    def _kept(self, name: str, work: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        settings = [name, size_of(self.session), self.corpora.subwords.name, self.corpus.texts.digest]
+        file = f"noisy_{sha256(repr(settings).encode()).hexdigest()[:16]}.npz"
+        path = self.corpora.cache / file
+        if not path.exists() and self.published is not None and (self.published / file).exists():
+            path = self.published / file
+        made_once(path, lambda: _write(path, work()))
+        with np.load(path) as found:
+            return dict(found)
+
+    def chosen(self, way: str, percent: float | None = None, among: np.ndarray | None = None) -> np.ndarray:  # (n,)
+        """Return the rows that are chosen, in their order.
+
+        Args:
+            way: NONE for all, PREFILTER, ORACLE, or a score.
+            percent: How many of those with the lowest scores.
+            among: Rows to choose from; all if not given.
+        """
+        rows = np.arange(len(self.pairs)) if among is None else among
+        if way == NONE:
+            return rows
+        if way == PREFILTER:
+            return rows[self.prefiltered().kept[rows]]
+        if way == ORACLE:
+            return rows[self.corpus.kinds[rows] == CLEAN]
+        return np.sort(lowest(self.scores(way), rows, percent or 100))
+
+    def makeup(self, rows: np.ndarray) -> Cell:
+        """Say what a choice consists of."""
+        kinds, lengths = self.corpus.kinds[rows], self.pairs.lengths[rows]
+        shares = {kind: 100 * float((kinds == kind).mean()) for kind in KINDS}
+        return {
+            "pairs": len(rows),
+            "percent": 100 * len(rows) / len(self.pairs),
+            "length": float(lengths.mean()),
+            "captions": 100 * float(self.corpus.captions[rows].mean()),
+            "kinds": shares,
+        }
+
+
+def lowest(scores: np.ndarray, rows: np.ndarray, percent: float) -> np.ndarray:  # (n,)
+    """Return the rows with the lowest scores, the lowest first: so many of a hundred, at least one."""
+    count = max(1, round(len(rows) * percent / 100))
+    return rows[np.argsort(scores[rows], kind="stable")[:count]]
+
+
+def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write a file that is there as a whole or not at all, whoever else writes it at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as unfinished, unfinished.open("wb") as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+
+
+def recipe_of(session: Session) -> tuple[Recipe, tuple[int, ...]]:
+    """Return how the small network is trained, and after how many steps BLEU is taken."""
+    if session.small:
+        return SMALL_RETRAINED, SMALL_STEPS
+    at = session.settings.retrain_steps
+    return replace(RETRAINED, steps=max(at)), at
+
+
+def translations(bench: Bench, rows: np.ndarray, seed: int) -> tuple[dict[int, list[list[int]]], float]:
+    """Train on some rows and translate the test sentences; kept. Return the tokens by steps, and the seconds taken."""
+    session, device = bench.session, bench.session.device
+    recipe, at = recipe_of(session)
+    test = bench.corpora.pairs("test")
+    settings = (recipe, at, seed, bench.corpora.subwords.name, bench.corpus.texts.digest)
+    path = session.settings.cache / f"{name_of('retrained', settings, torch.from_numpy(rows), test.source)}.npz"
+
+    def make() -> None:
+        release(device)
+        found: dict[str, np.ndarray] = {}
+        model, pairs, source = make_transformer(recipe, device, seed), bench.pairs.to(device).take(rows), test.source
+
+        def look(steps: int) -> None:
+            if steps not in at:
+                return
+            model.eval()
+            guesses = translated(model, source.to(device), longest=SMALL_LONGEST if session.small else LONGEST)
+            found[f"tokens {steps}"] = np.array([token for one in guesses for token in one], dtype=np.uint16)
+            found[f"lengths {steps}"] = np.array([len(one) for one in guesses], dtype=np.int64)
+
+        took = clocked(lambda: train_transformer(model, pairs, recipe, seed, after=look), device)
+        _write(path, found | {"seconds": np.array(took)})
+
+    made_once(path, make)
+    with np.load(path) as kept:
+        return {k: _split(kept[f"tokens {k}"], kept[f"lengths {k}"]) for k in at}, float(kept["seconds"])
+
+
+def _split(tokens: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    return [tokens[a:b].tolist() for a, b in pairwise(ends)]
+
+
+def retrained(bench: Bench, rows: np.ndarray, seed: int) -> Cell:
+    """Train on some rows and take BLEU."""
+    test = bench.corpora.pairs("test")
+    texts = bench.corpora.texts("test").take(test.rows)
+    by_steps, took = translations(bench, rows, seed)
+    cell: Cell = {"seconds": took}
+    for steps, tokens in by_steps.items():
+        guesses = bench.corpora.subwords.text(tokens)
+        for name in SETS:
+            here = [place for place, said in enumerate(texts.verdicts) if said.startswith(name)]
+            if not here:
+                raise InputError(
+                    f"No sentence of {FILES['test']} has a source that begins with {name}: BLEU needs some."
+                )
+            cell[bleu_key(name, steps)] = bleu([guesses[k] for k in here], [texts.english[k] for k in here])
+    return cell
+
+
+def measure_choice(part: Part, title: str, choose: Callable[[Bench], np.ndarray]) -> None:
+    """Train again on the pairs that are chosen, with each seed; say what they are and what they are worth."""
+
+    def work(seed: int) -> Cell:
+        bench = Bench.of(part.session)
+        rows = choose(bench)
+        return bench.makeup(rows) | retrained(bench, rows, seed)
+
+    for seed in part.session.seeds:
+        part.cell(seeded(title, seed), partial(work, seed))
+
+
+_SEED = ", seed "
+
+
+def seeded(title: str, seed: int) -> str:
+    """Name the numbers of a training; those of the first seed bear the title alone."""
+    return f"{title}{_SEED}{seed}" if seed else title
+
+
+def over_seeds(record: Record) -> Record:
+    """Put the trainings of each choice together: means, and deviations where there are several."""
+    trainings: dict[str, list[Cell]] = {}
+    for name, cell in record["cells"].items():
+        trainings.setdefault(name.partition(_SEED)[0], []).append(cell)
+    return record | {"cells": {title: _mean(cells) for title, cells in trainings.items()}}
+
+
+def _mean(trainings: list[Cell]) -> Cell:
+    """What the choice consists of is the same for all; a training that failed counts only if all did."""
+    cells = [cell for cell in trainings if "failed" not in cell] or trainings
+    found = dict(cells[0])
+    for key in [key for key in found if "@" in key and len(cells) > 1]:
+        values = [cell[key] for cell in cells]
+        found |= {key: mean(values), f"{key}_deviation": stdev(values)}
+    return found | {"trainings": len(cells)}
+
+
+def bleu_key(name: str, steps: int) -> str:
+    """Name the BLEU of a set after some steps."""
+    return f"{name} @{steps}"
+
+
+def begin(session: Session, name: str, title: str) -> Part:
+    """Begin a part whose numbers come from training again."""
+    recipe, at = recipe_of(session)
+    settings = {"network": repr(size_of(session)), "retrained": repr(recipe), "at": list(at)}
+    return session.part(name, title, settings)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add what the experiments that train again understand."""
+    network_options(parser)
+    parser.add_argument(
+        "--retrain-steps",
+        type=_steps,
+        default=STEPS,
+        help="after how many steps BLEU is taken, ascending, the last being the whole training: " + _joined(STEPS),
+    )
+
+
+def _steps(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or found[0] < 1 or any(a >= b for a, b in pairwise(found)):
+        raise argparse.ArgumentTypeError(f"{text!r}: give ascending numbers of steps such as {_joined(STEPS)}")
+    return found
+
+
+def _joined(steps: Sequence[int]) -> str:
+    return ",".join(str(number) for number in steps)

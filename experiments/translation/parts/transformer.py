@@ -1,0 +1,243 @@
+"""Transformer Base for translation, and how it is trained.
+
+The paper's sizes: 6 + 6 blocks, 512 wide, 8 heads, 2,048 in between, one embedding of 32k subwords for source, target
+and output. As in the example of Flax that the paper names (examples/wmt): norms first and one after the last block,
+sinusoids as positions, ReLU, Adam with β = (0.9, 0.98), ε = 1e-9 and no weight decay, label smoothing 0.1, warm-up over
+1,000 steps and then one over the square root of the steps; pairs are packed into rows of up to 256 tokens.
+
+What differs from that example:
+
+- The amount of training: a fraction of the pairs and tokens, so the rate peaks at 0.001 and not 0.002, and gradients
+  longer than 1 are shortened.
+- Dropout is 0.3, not 0.1: there are so few pairs that the network soon knows them by heart. It acts on embeddings and
+  on what each layer adds, not also on attention weights and between the two layers of a feed-forward block.
+- Attention has biases, norms add 1e-5 and not 1e-6 to the variance, matrices begin as PyTorch draws them and not by
+  Xavier's rule, and the slowest sinusoid is a little faster.
+- The embedding is kept √512 times smaller and multiplied by that on the way in, where the example divides the logits
+  by it: the same network, but the embedding learns faster, and weighs more in a gradient.
+"""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.models import Transformer
+from experiments.shared.kept import keep
+from experiments.translation.parts.corpora import LONGEST, PAD, Pairs
+from experiments.translation.parts.packing import Side, batches, logits_of, packed
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Size and training: Adam, linear warm-up, then inverse square root."""
+
+    width: int = 512
+    depth: int = 6
+    heads: int = 8
+    words: int = 32_000
+    steps: int = 2000
+    """At the default size 20 times through the two thirds of the pairs that are trained on."""
+    tokens: int = 16_384
+    """Of a batch, on each side, padding included."""
+    row: int = 256
+    """Of these in a row, which holds as many pairs as fit."""
+    lr: float = 1e-3
+    warm_up: int = 1000
+    dropout: float = 0.3
+    """Of embeddings and of what each layer adds."""
+    smoothing: float = 0.1
+    """Of the labels, in training only: losses that are scored have none."""
+    save_every: int = 1000
+
+
+def make_transformer(recipe: Recipe, device: torch.device, seed: int) -> Transformer:
+    """Draw the first weights: 60.5M of them at the default size."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Transformer(
+            recipe.width,
+            recipe.depth,
+            recipe.heads,
+            words=recipe.words,
+            longest=LONGEST,
+            norm_first=True,
+            dropout=recipe.dropout,
+        )
+    return model.to(device)
+
+
+def train_transformer(
+    model: Transformer,
+    pairs: Pairs,
+    recipe: Recipe,
+    seed: int,
+    unfinished: Path | None = None,
+    after: Callable[[int], None] = lambda step: None,
+    *,
+    record: bool = True,
+) -> None:
+    """Train in place, on the device that the pairs lie on.
+
+    Everything follows from the seed: called again on the same kind of device, it gives the same weights to the bit.
+
+    Args:
+        model: The network with its first weights.
+        pairs: What to train on.
+        recipe: How.
+        seed: Of the order and of dropout.
+        unfinished: A file that keeps the state every so many steps, so that the same call goes on from there.
+        after: Called with the number of steps done, after each of them. It may leave the model in eval mode and draw
+            random numbers: neither changes the training.
+        record: On a GPU, record the kernels of a step once and play them again from then on: the same numbers, sooner.
+    """
+    device = pairs.source.device
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.Adam(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), eps=1e-9, fused=on_gpu)
+    begin = _resumed(model, optimizer, unfinished)
+    gradients = _Gradients(model, recipe.smoothing, record and on_gpu)
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        drawn = batches(pairs, recipe.row, recipe.tokens, seed)
+        for step, plan in enumerate(islice(drawn, begin, recipe.steps), start=begin):
+            # Dropout of a step is its own, so that a training that was interrupted goes on as if it had not been.
+            torch.manual_seed(seed * 1_000_003 + step)
+            model.train()
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.lr * rate(step + 1, recipe.warm_up)
+            gradients(*packed(pairs, plan))
+            optimizer.step()
+            if unfinished is not None and (step + 1) % recipe.save_every == 0 and step + 1 < recipe.steps:
+                state = {"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                keep(unfinished, state)
+            after(step + 1)
+    optimizer.zero_grad(set_to_none=True)
+    if unfinished is not None:
+        unfinished.unlink(missing_ok=True)
+
+
+class _Gradients:
+    """Gives the parameters the gradient of a batch, shortened if it is long.
+
+    A small network's step is thousands of kernels that take longer to launch one by one than to run. So all of a step
+    are recorded, once a shape of batch has come a few times, and launched as one from then on. Most batches are of one
+    shape; the last of a pass has fewer rows.
+    """
+
+    BEFORE = 3
+    """Plain steps of a shape before it is recorded: libraries allocate what they need in the first."""
+
+    def __init__(self, model: Transformer, smoothing: float, record: bool) -> None:
+        self.model, self.smoothing, self.record = model, smoothing, record
+        self.seen: Counter[torch.Size] = Counter()
+        self.recordings: dict[torch.Size, _Recording] = {}
+        # One is played at a time, so all may use the same memory.
+        self.pool = torch.cuda.graph_pool_handle() if record else None
+
+    def __call__(self, source: Side, target: Side) -> None:
+        shape = source.tokens.shape
+        self.seen[shape] += 1
+        if self.record and self.seen[shape] == self.BEFORE + 1:
+            self.recordings[shape] = _Recording(self.plain, self.model, self.pool, source, target)
+        if shape in self.recordings:
+            self.recordings[shape].play(source, target)
+        else:
+            self.plain(source, target)
+
+    def plain(self, source: Side, target: Side) -> None:
+        """Launch kernel by kernel."""
+        with _repeatable():
+            loss = _loss(self.model, source, target, self.smoothing)
+            self.model.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+
+class _Recording:
+    """What a function of a batch launches on the GPU, to be launched again for other batches of the same shape."""
+
+    def __init__(self, work: Callable[[Side, Side], None], model: nn.Module, pool: Any, *sides: Side) -> None:
+        # What is played reads these tensors and writes those gradients, whatever they hold.
+        self.read = tuple(Side(*(tensor.clone() for tensor in side)) for side in sides)
+        self.parameters = list(model.parameters())
+        self.graph = torch.cuda.CUDAGraph()
+        # Gradients that are there already would be kept and added to.
+        model.zero_grad(set_to_none=True)
+        with torch.cuda.graph(self.graph, pool):
+            work(*self.read)
+        self.written = [parameter.grad for parameter in self.parameters]
+
+    def play(self, *sides: Side) -> None:
+        for place, tensor in zip(chain(*self.read), chain(*sides), strict=True):
+            place.copy_(tensor)
+        # Random numbers follow the generator's seed, as if they were drawn now.
+        self.graph.replay()
+        for parameter, gradient in zip(self.parameters, self.written, strict=True):
+            parameter.grad = gradient
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """Have sums always taken in one order."""
+    # PyTorch refuses matrix products on a GPU without it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    # Nothing here reads what it has not written, so filling new tensors first would only cost time.
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]
+
+
+def rate(step: int, warm_up: int) -> float:
+    """Return the share of the highest learning rate that a step, counted from 1, has."""
+    return min(step / warm_up, math.sqrt(warm_up / step))
+
+
+def _loss(model: Transformer, source: Side, target: Side, smoothing: float) -> Tensor:
+    casting = torch.autocast("cuda", torch.bfloat16) if source.tokens.is_cuda else nullcontext()
+    with casting:
+        logits = logits_of(model, source, target)
+    labels = target.tokens.flatten()
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=PAD, label_smoothing=smoothing)
+
+
+def _resumed(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path | None) -> int:
+    """Put a training back to where it was saved; return the steps that are done."""
+    if path is None or not path.exists():
+        return 0
+    state = torch.load(path, weights_only=True, map_location="cpu")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])
+
+
+def held_out(model: nn.Module, pairs: Pairs, tokens: int = 16_384) -> dict[str, float]:
+    """Measure the loss per token, in nats, and the share of tokens guessed right after the true ones before them."""
+    model.eval()
+    order = np.argsort(-pairs.lengths, kind="stable")
+    total, right, start = 0.0, 0, 0
+    with torch.no_grad():
+        while start < len(order):
+            count = max(1, tokens // int(pairs.lengths[order[start]]))
+            source, before, target = pairs.batch(order[start : start + count])
+            logits = model(source, before, source != PAD).flatten(0, 1)
+            labels = target.flatten()
+            total += float(F.cross_entropy(logits, labels, ignore_index=PAD, reduction="sum"))
+            right += int(((logits.argmax(dim=1) == labels) & (labels != PAD)).sum())
+            start += count
+    number = int(pairs.target_lengths.sum())
+    return {"loss": total / number, "accuracy": 100 * right / number}
