@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m bench.projection` and `python -m bench.curvature`. No part of the installed package."""
+"""Benchmarks, each a command: `python -m bench.projection`. No part of the installed package."""

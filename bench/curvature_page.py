@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from bench.record import Notes, Record, heading, judged, memory, millions, read, runs_of, shown, stem, table
+from harness.record import Notes, Record, heading, judged, memory, millions, read, runs_of, shown, stem, table
 
 KINDS, PRECISIONS, MODES = ("hessian", "gauss-newton"), ("fp32", "bf16"), ("eager", "compiled")
 FIT_GOAL = ("vit_l_32", 200, 180.0)

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from bench.command import carried_out, positive, result_options, say, start
-from bench.measure import Cell, Run, attempt, with_seconds
+from bench.page import write_page
 from bench.peers.networks import Recipe, logits_of, mlp, seeded, train
 from bench.question import ask_runs, question_tables
-from bench.record import Notes, Record, Recorder, shown, table, write_page
 from bench.search import same_rows
 from eigentrace.demo.digits import load_digits
+from harness.command import carried_out, positive, result_options, say, start
+from harness.measure import Cell, Run, attempt, with_seconds
+from harness.record import Notes, Record, Recorder, shown, table
 
 KEEPS = (5, 10, 50)
 NORMALIZED = {"none": None, "gradient": "gradient", "metric": "metric"}

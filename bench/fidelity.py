@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
-from bench.command import carried_out, choices, result_options, say, start
 from bench.fidelity_page import (
     DELTAS,
     KS,
@@ -30,13 +29,14 @@ from bench.fidelity_page import (
     stored_cell,
     tail_cell,
 )
-from bench.measure import Cell, attempt
 from bench.peers import truth
 from bench.peers.problem import Problem, Spec, make_problem
 from bench.peers.problems import PROBLEMS, SMALL
-from bench.record import Recorder
 from eigentrace.evaluate import Retrained, lds
 from eigentrace.fits.eigen_fit import EigenFit
+from harness.command import carried_out, choices, result_options, say, start
+from harness.measure import Cell, attempt
+from harness.record import Recorder
 
 _BOOTSTRAP = 200
 # K of the cells about storing and ensembles, and what a shortlist is asked for.

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from bench.measure import Cell
-from bench.record import Notes, Record, judged, shown, table, write_page
+from bench.page import write_page
+from harness.measure import Cell
+from harness.record import Notes, Record, judged, shown, table
 
 KS = (10, 20, 50, 100, 200)
 SIZES = (128, 256, 512, 1024, 4096)

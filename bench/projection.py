@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
-from bench.command import Benchmark, choices, main, options, say
-from bench.measure import Cell, Precision, Run, Subject, attempt, release, timed
-from bench.models import Batch, cross_entropy
+from bench.per_model import Benchmark, main, options
 from bench.projection_page import FORWARD_K, ROTATED, ROTATED_CELL, layerwise_cell, render
-from bench.record import Recorder
 from eigentrace.projection import Job, project
 from eigentrace.projection.directions import DenseDirections, Directions, RotatedDirections, Rotation, StackedDirections
 from eigentrace.projection.engine import Compute
 from eigentrace.projection.streamed import aligned
+from harness.command import choices, say
+from harness.measure import Cell, Precision, Run, Subject, attempt, release, timed
+from harness.models import Batch, cross_entropy
+from harness.record import Recorder
 
 # A batch repeated this often outlasts any measurement.
 _MANY_BATCHES = 20_000

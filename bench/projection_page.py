@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.measure import Cell
-from bench.plot import Line, panels_svg
-from bench.record import Notes, Record, heading, judged, memory, millions, read, runs_of, shown, stem, table
+from harness.measure import Cell
+from harness.plot import Line, panels_svg
+from harness.record import Notes, Record, heading, judged, memory, millions, read, runs_of, shown, stem, table
 
 FORWARD_K = 10
 ROTATED = 1024

@@ -12,11 +12,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from bench.command import say
-from bench.measure import Cell, Run, attempt
-from bench.record import Notes, Record, Recorder, shown, table
 from bench.serve import FEATURES, write_scores
 from eigentrace.store.folder import Folder
+from harness.command import say
+from harness.measure import Cell, Run, attempt
+from harness.record import Notes, Record, Recorder, shown, table
 
 QUESTIONS: dict[str, dict[str, Any]] = {
     "any example": {},

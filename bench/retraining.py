@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.command import carried_out, positive, result_options, say, start
-from bench.measure import Cell, Run, attempt, release, with_seconds
+from bench.page import write_page
 from bench.peers.networks import Recipe, mlp, seeded, train
-from bench.record import Notes, Record, Recorder, shown, table, write_page
 from eigentrace.demo.digits import load_digits
 from eigentrace.evaluate.many import ManyModels
 from eigentrace.evaluate.stacked import SGD
 from eigentrace.evaluate.subsets import TrainingJob
+from harness.command import carried_out, positive, result_options, say, start
+from harness.measure import Cell, Run, attempt, release, with_seconds
+from harness.record import Notes, Record, Recorder, shown, table
 
 WAYS = {"fused": "batched products (`FusedStack`)", "mapped": "`vmap` (`MappedStack`)", "alone": "one after the other"}
 _BATCH, _LR = 50, 0.05

@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.command import carried_out, positive, result_options, say, start
-from bench.measure import Cell, Run, attempt, release, timed
-from bench.record import Notes, Record, Recorder, memory, shown, table, write_page
+from bench.page import write_page
 from eigentrace.numeric.top_k import search
+from harness.command import carried_out, positive, result_options, say, start
+from harness.measure import Cell, Run, attempt, release, timed
+from harness.record import Notes, Record, Recorder, memory, shown, table
 
 # Rows that are drawn, and read, at a time.
 _CHUNK, _CHUNK_ON_GPU = 65_536, 2**20

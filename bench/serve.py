@@ -26,11 +26,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from bench.command import carried_out, positive, result_options, say, start
-from bench.measure import Cell, Run, attempt
-from bench.record import Notes, Record, Recorder, judged, shown, table, write_page
+from bench.page import write_page
 from eigentrace.store import Folder
 from eigentrace.store.write import write_table
+from harness.command import carried_out, positive, result_options, say, start
+from harness.measure import Cell, Run, attempt
+from harness.record import Notes, Record, Recorder, judged, shown, table
 
 ROWS, SMALL_ROWS = 1_000_000, 5_000
 FEATURES, CLASSES, SOURCES = 32, 10, 12

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import eigentrace as et
-from bench.command import carried_out, positive, result_options, say, start
-from bench.measure import Cell, attempt, release
+from bench.page import write_page
 from bench.peers.worker import Memory
-from bench.record import Notes, Record, Recorder, shown, table, write_page
 from eigentrace.demo.cnn import make_cnn
 from eigentrace.store import Folder
 from eigentrace.store.write import write_table
+from harness.command import carried_out, positive, result_options, say, start
+from harness.measure import Cell, attempt, release
+from harness.record import Notes, Record, Recorder, shown, table
 
 _CPU = torch.device("cpu")
 _SHARD = 250_000

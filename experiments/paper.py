@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from bench.record import read
 from experiments.shared.frame import Experiment, shown_on
+from harness.record import read
 
 NAMES = (
     *("digits.mnist_small", "digits.mnist_large", "digits.mnist_long", "digits.mnist_neighbours"),

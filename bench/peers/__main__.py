@@ -18,15 +18,15 @@ from pathlib import Path
 
 import torch
 
-from bench.command import carried_out, choices, positive, result_options, say, start
-from bench.measure import Cell, Run, attempt, described, reason
 from bench.peers import truth
 from bench.peers.method import METHODS, Entry, is_asked
 from bench.peers.page import render
 from bench.peers.problem import Problem, make_problem
 from bench.peers.problem import described as agreement
 from bench.peers.problems import EMBEDDED, PROBLEMS, SMALL
-from bench.record import Recorder, read
+from harness.command import carried_out, choices, positive, result_options, say, start
+from harness.measure import Cell, Run, attempt, described, reason
+from harness.record import Recorder, read
 
 NOT_INSTALLED = "not installed"
 

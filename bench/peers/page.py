@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.measure import Cell
 from bench.peers.method import METHODS
 from bench.peers.problems import PROBLEMS
-from bench.record import Notes, Record, heading, judged, millions, read, runs_of, shown, stem, table
+from harness.measure import Cell
+from harness.record import Notes, Record, heading, judged, millions, read, runs_of, shown, stem, table
 
 FIT_GOAL, SCORE_GOAL = 1.0, 5.0
 """Times that a peer's fit, and its scores, must take of ours on the digits."""

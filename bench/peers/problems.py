@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from bench.cifar import read_cifar_shard
 from bench.peers.networks import Recipe, logistic, mlp, resnet, small_cnn
 from bench.peers.problem import Examples, Spec, as_tensor, random_labels
 from eigentrace.demo.cnn import make_cnn
 from eigentrace.demo.digits import load_digits
 from eigentrace.errors import InputError
+from harness.cifar import read_cifar_shard
 
 FRACTION_WRONG = 0.2
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.measure import Cell
 from bench.peers.problem import Problem
+from harness.measure import Cell
 
 NUM_SUBSETS, SMALL_SUBSETS = 100, 6
 SEEDS, SMALL_SEEDS = 5, 1

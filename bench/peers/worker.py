@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.measure import Cell, attempt, synchronize
 from bench.peers.method import METHODS, Entry, Fit, Fitter
 from bench.peers.problem import Problem, make_problem
 from bench.peers.problems import PROBLEMS, SMALL
 from bench.peers.truth import fidelity, read_truth
 from eigentrace.evaluate import retrieval
+from harness.measure import Cell, attempt, synchronize
 
 _STATUS = Path("/proc/self/status")
 

@@ -10,8 +10,6 @@ import numpy as np
 from torch import Tensor
 
 import eigentrace as et
-from bench.measure import Cell
-from bench.record import Notes, table
 from eigentrace.errors import NumericalError
 from eigentrace.evaluate import retrieval
 from eigentrace.evaluate.curves import Curve, curves_svg
@@ -35,6 +33,8 @@ from experiments.digits.parts.scores import (
     trainings,
 )
 from experiments.shared.frame import Experiment, Records, Session, main
+from harness.measure import Cell
+from harness.record import Notes, table
 
 INVERSE = "Arnoldi on H⁻¹"
 PAPER = {

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-from bench.measure import Cell
-from bench.record import Notes, table
 from experiments.digits.parts import noise
 from experiments.digits.parts.large_network import SMALL as SMALL_RECIPE
 from experiments.digits.parts.large_network import Recipe
@@ -39,6 +37,8 @@ from experiments.digits.parts.scores import (
 )
 from experiments.digits.parts.trade_off import Mark, trade_off_svg
 from experiments.shared.frame import Experiment, Records, Session, main
+from harness.measure import Cell
+from harness.record import Notes, table
 
 
 class Published(NamedTuple):

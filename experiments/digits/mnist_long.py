@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from bench.measure import Cell
-from bench.record import Notes, Record, table
 from experiments.digits.parts import noise
 from experiments.digits.parts.dots import Dot, dots_svg
 from experiments.digits.parts.large_network import SMALL as SMALL_RECIPE
@@ -33,6 +31,8 @@ from experiments.digits.parts.scores import (
     trainings,
 )
 from experiments.shared.frame import Experiment, Records, Session, main
+from harness.measure import Cell
+from harness.record import Notes, Record, table
 
 L2 = 5e-3
 """λ of the penalty (λ/2)·‖θ‖², unless told: the paper gives one for its smaller network only, this."""

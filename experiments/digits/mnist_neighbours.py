@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
-from bench.measure import Cell
-from bench.record import Record, table
 from eigentrace.rendering.png import encode_png
 from experiments.digits.parts import noise
 from experiments.digits.parts.large_network import SMALL as SMALL_RECIPE
@@ -26,6 +24,8 @@ from experiments.digits.parts.noise import NoisyDigits, Subject, dataset, source
 from experiments.digits.parts.picture_grid import Picture, Strip, strips_svg
 from experiments.digits.parts.scores import SMALL, Size, once, own_arnoldi, paper_arnoldi, timed, trainings
 from experiments.shared.frame import Experiment, Part, Records, Session, main
+from harness.measure import Cell
+from harness.record import Record, table
 
 SHOWN = 5
 """Proponents and opponents looked at for each test digit."""

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import eigentrace as et
-from bench.command import positive
-from bench.measure import Cell
 from eigentrace.demo.cnn import accuracy
 from eigentrace.demo.digits import load_digits
 from eigentrace.evaluate import retrieval
@@ -27,6 +25,8 @@ from experiments.digits.parts.noise import NoisyDigits, noisy
 from experiments.digits.parts.scores import once, timed
 from experiments.digits.parts.small_network import Recipe, Training, gradient_norm, network, stem, trained
 from experiments.shared.frame import Experiment, Part, Session, main
+from harness.command import positive
+from harness.measure import Cell
 
 SEED = 0
 # Moves the exact Hessian off zero: a shift of all output biases changes no probability, and is not penalised.

@@ -22,7 +22,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from bench.measure import Cell, synchronize
 from eigentrace.errors import EigentraceWarning
 from eigentrace.evaluate import retrieval, spearman
 from experiments.images.parts.cifar import needed
@@ -30,6 +29,7 @@ from experiments.images.parts.exemplar_numbers import answers, bands, deciles, p
 from experiments.images.parts.exemplar_page import ABOUT, NORMALISATIONS, figures, tables
 from experiments.images.parts.exemplar_problems import PHOTOS, Pictures, cifar, photo_pictures
 from experiments.shared.frame import Experiment, Session, main
+from harness.measure import Cell, synchronize
 
 TOP_LABELS = 3
 """The paper takes the ten most probable of a thousand; here there are ten."""

@@ -24,9 +24,6 @@ from typing import Any
 import torch
 
 import eigentrace as et
-from bench.command import place_options, positive
-from bench.measure import described, reason
-from bench.record import table
 from eigentrace.disk.atomic import replacing
 from eigentrace.errors import EigentraceWarning
 from eigentrace.evaluate import retrieval
@@ -48,6 +45,9 @@ from experiments.images.parts.noise_scores import (
     from_folds,
     from_one_checkpoint,
 )
+from harness.command import place_options, positive
+from harness.measure import described, reason
+from harness.record import table
 
 PROBLEMS = ("digits", "augmented", "memorised", "memorised-reduced")
 GROUPS = {

@@ -20,10 +20,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from bench.command import choices, positive
-from bench.files import made_once
-from bench.measure import Cell, clocked, with_seconds
-from bench.record import Notes, shown, table
 from eigentrace.errors import PrecisionWarning
 from eigentrace.evaluate import Loop, RetrainingCurves, retraining_curves, retrieval, spearman
 from eigentrace.evaluate.curves import Curve, curves_svg
@@ -32,6 +28,10 @@ from experiments.images.parts.noise_problems import ResNet, accuracy
 from experiments.images.parts.resnet import Recipe, train_resnet
 from experiments.shared.frame import Experiment, Records, Session, main
 from experiments.shared.kept import keep, kept, name_of
+from harness.command import choices, positive
+from harness.files import made_once
+from harness.measure import Cell, clocked, with_seconds
+from harness.record import Notes, shown, table
 
 SCORES = {"paper": "Self-influence, K = 10 (paper)", "tail": "Self-influence with tail", "loss": "Loss"}
 ENDS: tuple[Literal["top"], Literal["bottom"]] = ("top", "bottom")

@@ -17,13 +17,13 @@ from typing import Literal
 import torch
 
 import eigentrace as et
-from bench.command import positive
-from bench.curvature import FIT, FIT_BATCH, Kind, fit
-from bench.measure import Cell, Run, Subject, clocked, random_unit, release
-from bench.models import MODELS, SMALL
 from eigentrace.krylov.iterate import lanczos
 from experiments.images.parts.scaling_page import CURVATURES, PLACES, figures, fit_name, orthogonalisation_name, tables
 from experiments.shared.frame import Experiment, Part, Session, main
+from harness.command import positive
+from harness.fits import FIT, FIT_BATCH, Kind, fit
+from harness.measure import Cell, Run, Subject, clocked, random_unit, release
+from harness.models import MODELS, SMALL
 
 HALF = "vit_l_32_half"
 NAMES = ("resnet_50", "transformer_base", "vit_b_32", HALF, "vit_l_32")

@@ -20,9 +20,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from bench.command import positive
-from bench.measure import Cell, attempt, with_seconds
-from bench.record import Notes, millions, shown, table
 from eigentrace.demo.digits import relabel
 from eigentrace.errors import ConvergenceWarning
 from eigentrace.evaluate import retrieval
@@ -33,6 +30,9 @@ from experiments.images.parts.noise_problems import accuracy
 from experiments.images.parts.vit import Recipe, make_vit, train_vit
 from experiments.shared.frame import Experiment, Part, Records, Session, main
 from experiments.shared.kept import kept, name_of
+from harness.command import positive
+from harness.measure import Cell, attempt, with_seconds
+from harness.record import Notes, millions, shown, table
 
 KEEPS = (10, 20)
 DRAWS = 5

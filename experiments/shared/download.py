@@ -5,10 +5,10 @@ import shutil
 import urllib.request
 from pathlib import Path
 
-from bench.command import say
-from bench.files import made_once
 from eigentrace.disk.atomic import replacing
 from eigentrace.errors import InputError
+from harness.command import say
+from harness.files import made_once
 
 
 def fetch(url: str, md5: str, target: Path) -> Path:

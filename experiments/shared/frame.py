@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from bench.command import carried_out, choices, positive, result_options, say, start
-from bench.measure import Cell, Run, attempt, described
-from bench.record import Record, Recorder, heading, is_number, read, runs_of, stem
-from bench.refusal import differences
 from eigentrace.errors import InputError
 from experiments.shared.needed import Needed
 from experiments.shared.workers import dealt_out, run_parts
+from harness.command import carried_out, choices, positive, result_options, say, start
+from harness.measure import Cell, Run, attempt, described
+from harness.record import Record, Recorder, heading, is_number, read, runs_of, stem
+from harness.refusal import differences
 
 Records = dict[str, Record]
 """What one machine measured, part by part."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.files import made_once
 from eigentrace.disk.atomic import replacing
+from harness.files import made_once
 
 
 def name_of(what: str, recipe: Any, *data: Tensor) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.refusal import refuse
+from harness.refusal import refuse
 
 Wanted = tuple[str, ...]
 """Names or patterns of files, any of which does."""

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from bench.command import say, without
+from harness.command import say, without
 
 
 def dealt_out(parts: Sequence[str], first: Sequence[str], workers: int) -> list[list[list[str]]]:

@@ -14,8 +14,6 @@ import numpy as np
 from torch import Tensor
 
 import eigentrace as et
-from bench.measure import Cell, attempt, release
-from bench.record import Notes, shown, table
 from eigentrace.evaluate import retrieval, spearman
 from eigentrace.evaluate.curves import Curve, curves_svg
 from experiments.shared.frame import Experiment, Records, Session, main
@@ -32,6 +30,8 @@ from experiments.translation.parts.network import (
     options,
     size_of,
 )
+from harness.measure import Cell, attempt, release
+from harness.record import Notes, shown, table
 
 KEEP = 10
 # Quantiles of which pairs are shown: the paper's, and one from the middle.

@@ -12,7 +12,6 @@ from functools import partial
 
 import numpy as np
 
-from bench.measure import Cell
 from eigentrace.evaluate import retrieval
 from experiments.shared.frame import Experiment, Part, Session, main
 from experiments.translation.parts.mt_filter_page import ABOUT, SEEN, SELECTIONS, VERDICT, figures, label, tables
@@ -29,6 +28,7 @@ from experiments.translation.parts.selection import (
     options,
     size_of,
 )
+from harness.measure import Cell
 
 
 def ranking(scores: np.ndarray, corpus: NoisyCorpus) -> Cell:

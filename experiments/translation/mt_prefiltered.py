@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 
-from bench.record import Notes, shown, table
 from experiments.shared.frame import Experiment, Records, Session, main
 from experiments.translation.parts.mt_filter_page import (
     bleu_columns,
@@ -31,6 +30,7 @@ from experiments.translation.parts.selection import (
     options,
     over_seeds,
 )
+from harness.record import Notes, shown, table
 
 NOTHING = "nothing"
 PAPER = {(NOTHING, None): 36.32, (PAPER_WAY, 25): 37.38, (PAPER_WAY, 50): 37.20}

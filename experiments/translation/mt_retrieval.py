@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
-from bench.measure import Cell, attempt, release, with_seconds
 from eigentrace.evaluate import retrieval
 from eigentrace.fits.projected_fit import ProjectedFit
 from eigentrace.numeric.seeding import generator_of
@@ -51,6 +50,7 @@ from experiments.translation.parts.network import (
     options,
     size_of,
 )
+from harness.measure import Cell, attempt, release, with_seconds
 
 Engine = Literal["layerwise", "forward", "reverse"]
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.command import say
 from experiments.translation.parts.corpora import Corpora
 from experiments.translation.parts.noisy_corpus import NoisyCorpus
+from harness.command import say
 
 
 def main(argv: Sequence[str]) -> int:

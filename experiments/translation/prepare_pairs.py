@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.command import say
 from experiments.translation.parts.corpora import FILES, Corpora
+from harness.command import say
 
 
 def main(argv: Sequence[str]) -> int:

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 import eigentrace as et
-from bench.command import choices, positive
-from bench.measure import Cell, Precision, clocked, release, with_seconds
-from bench.record import Notes, memory, shown, table
 from experiments.shared.frame import Experiment, Records, Session, main
 from experiments.translation.parts.corpora import FILES, Corpora, Ordered, Pairs, Subwords, Texts, read_texts
 from experiments.translation.parts.network import ALL, PAPER_WAY, load_network, needed, size_of
 from experiments.translation.parts.network import options as network_options
+from harness.command import choices, positive
+from harness.measure import Cell, Precision, clocked, release, with_seconds
+from harness.record import Notes, memory, shown, table
 
 Engine = Literal["layerwise", "forward"]
 KEEP = 10

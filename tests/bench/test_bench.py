@@ -11,13 +11,13 @@ from bench import curvature, projection
 from bench import explain as explaining
 from bench import search as searching
 from bench import store as storing
-from bench.command import main
-from bench.measure import Run, Subject, attempt, profiled, reason, timed
-from bench.models import MODELS, SMALL
-from bench.plot import Line, panels_svg
+from bench.per_model import main
 from bench.projection_page import render
-from bench.record import Notes, judged, merged, shown, table
 from eigentrace.errors import EigentraceWarning
+from harness.measure import Run, Subject, attempt, profiled, reason, timed
+from harness.models import MODELS, SMALL
+from harness.plot import Line, panels_svg
+from harness.record import Notes, judged, merged, shown, table
 
 CPU = torch.device("cpu")
 COUNTS = {

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import eigentrace as et
-from bench.command import start
 from bench.peers import truth
 from bench.peers.__main__ import main
 from bench.peers.method import METHODS, is_asked
@@ -22,6 +21,7 @@ from bench.peers.problems import PROBLEMS, SMALL, cifar10n
 from bench.peers.worker import _best, measured, quality
 from eigentrace.errors import InputError
 from eigentrace.evaluate import Retrained, Subsets
+from harness.command import start
 from tests.helpers.places import DOCS, ROOT
 
 CPU = torch.device("cpu")

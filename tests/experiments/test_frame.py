@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from bench.record import read, runs_of, table
 from eigentrace.errors import InputError
 from experiments import paper
 from experiments.shared.download import fetch
 from experiments.shared.frame import Experiment, Session, main
 from experiments.shared.workers import dealt_out, run_parts
 from experiments.translation import mt_retrieval
+from harness.record import read, runs_of, table
 from tests.helpers.places import ROOT
 
 
@@ -70,7 +70,7 @@ def test_parts_are_dealt_out_in_their_order_after_those_that_come_first():
 
 def test_processes_add_to_the_same_results(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from bench.record import add\n"
+        "import sys; from pathlib import Path; from harness.record import add\n"
         "for k in range(40):\n"
         "    record = {'settings': {}, 'cells': {f'{sys.argv[1]} {k}': {'run': 'd'}}, 'runs': {'d': {}}}\n"
         "    add(Path(sys.argv[2]), {'machine': {'part': record}})"
@@ -185,6 +185,16 @@ def test_every_experiment_runs_small_by_one_command():
 
 def test_every_experiment_says_where_its_command_lies():
     assert [experiment.module for experiment in paper.experiments()] == [f"experiments.{name}" for name in paper.NAMES]
+
+
+def test_what_is_shared_imports_nothing_of_those_that_share_it():
+    def imports(folder: str) -> set[str]:
+        texts = [path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")]
+        return set(re.findall(r"^\s*(?:from|import) (\w+)", "\n".join(texts), re.M))
+
+    assert not imports("harness") & {"bench", "experiments"}
+    assert "experiments" not in imports("bench")
+    assert "bench" not in imports("experiments")
 
 
 def test_a_page_names_commands_as_they_are_run_today():

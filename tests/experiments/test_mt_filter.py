@@ -11,7 +11,6 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from bench.measure import Run
 from experiments.shared.frame import Session, main
 from experiments.translation.mt_filter import EXPERIMENT, kept_of, measure_scores, ranking
 from experiments.translation.parts import selection
@@ -38,6 +37,7 @@ from experiments.translation.parts.selection import (
     retrained,
 )
 from experiments.translation.parts.transformer import Recipe, make_transformer, train_transformer
+from harness.measure import Run
 from tests.helpers.places import DOCS
 
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import eigentrace as et
-from bench.measure import Run
 from experiments.images.parts.scaling_page import Point, extrapolated, figures, points, straight, tables
 from experiments.images.scaling import EXPERIMENT, HALF, NAMES, make_subject, method, orthogonalise
 from experiments.shared.frame import main
+from harness.measure import Run
 
 CPU = Run(torch.device("cpu"), True, 0.0, {})
 PARTS = {"checks": 1.0, "first product": 2.0, "products": 3.0, "orthogonalisation": 100.0, "eigenvectors": 0.5}

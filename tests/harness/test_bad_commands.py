@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.command import choices, positive
-from bench.measure import reason
 from eigentrace.errors import InputError
 from experiments.digits import mnist_large
 from experiments.images import image_exemplars, scaling, vit_cifar
@@ -16,6 +14,8 @@ from experiments.shared.frame import Experiment, Session, main
 from experiments.shared.needed import Needed
 from experiments.translation import mt_filter, mt_retrieval, throughput
 from experiments.translation.parts.corpora import FILES
+from harness.command import choices, positive
+from harness.measure import reason
 
 
 @pytest.fixture(autouse=True)

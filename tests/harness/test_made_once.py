@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from bench.files import alone, made_once
 from experiments.shared.kept import keep
+from harness.files import alone, made_once
 from tests.helpers.places import ROOT
 
 
@@ -20,7 +20,7 @@ def together(code: str, *argv: object, count: int = 4) -> list[int]:
 
 def test_one_of_several_processes_makes_a_file_and_leaves_nothing_else(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from bench.files import made_once\n"
+        "import sys, time; from pathlib import Path; from harness.files import made_once\n"
         "from eigentrace.disk.atomic import replacing\n"
         "path = Path(sys.argv[1])\n"
         "def make():\n"
@@ -38,7 +38,7 @@ def test_one_of_several_processes_makes_a_file_and_leaves_nothing_else(tmp_path)
 
 def test_processes_take_turns_however_often_the_lock_comes_and_goes(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from bench.files import alone\n"
+        "import sys; from pathlib import Path; from harness.files import alone\n"
         "path = Path(sys.argv[1])\n"
         "for _ in range(200):\n"
         "    with alone(path):\n"

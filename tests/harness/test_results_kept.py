@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from bench import projection
-from bench.command import main as bench_main
-from bench.merging import _checked
-from bench.record import is_number, merged, table
-from bench.refusal import differences
-from bench.screen import shown_tables
+from bench.per_model import main as bench_main
 from experiments.paper import NAMES
 from experiments.shared.frame import Experiment, Session, main
+from harness.merging import _checked
+from harness.record import is_number, merged, table
+from harness.refusal import differences
+from harness.screen import shown_tables
 from tests.helpers.places import ROOT
 
 

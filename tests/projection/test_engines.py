@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
-from bench.models import Transformer, token_task
 from eigentrace.data import as_data
 from eigentrace.errors import NumericalError, TaskError, UnsupportedError
 from eigentrace.projection import Job, gradients, in_chunks, project
@@ -18,6 +17,7 @@ from eigentrace.projection.directions import CoordinateDirections, DenseDirectio
 from eigentrace.projection.engine import Compute
 from eigentrace.projection.forward import forward
 from eigentrace.projection.reverse import one_by_one, vmapped
+from harness.models import Transformer, token_task
 from tests.helpers.models import CASES, dense_gradients
 
 ENGINES = [forward, vmapped, one_by_one]

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from bench.files import made_once
 from eigentrace.demo.cnn import make_cnn
 from eigentrace.errors import NumericalError
 from experiments.shared.kept import keep
+from harness.files import made_once
 
 State = dict[str, Tensor]
 _HIDDEN, _LAST = 7, 9  # where its two linear layers stand

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from bench.measure import Cell
-from bench.plot import Line, panels_svg
-from bench.record import Notes, shown, table
 from eigentrace.evaluate.curves import Curve, curves_svg
 from experiments.shared.frame import Records
+from harness.measure import Cell
+from harness.plot import Line, panels_svg
+from harness.record import Notes, shown, table
 
 PAPER_ACCURACY = {"accuracy_test_given": 73.8, "accuracy_test_true": 92.3}
 METHODS = ("Arnoldi", "RandProj", "Arnoldi, tail")

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
-from bench.command import positive
-from bench.measure import Cell, reason, with_seconds
-from bench.record import Notes, Record, shown, table
 from eigentrace.errors import ConvergenceWarning, EigentraceWarning
 from eigentrace.evaluate import retrieval
 from experiments.digits.parts.large_network import stream, with_small_top
 from experiments.digits.parts.noise import NoisyDigits, Subject, dataset
 from experiments.shared.frame import Part
+from harness.command import positive
+from harness.measure import Cell, reason, with_seconds
+from harness.record import Notes, Record, shown, table
 
 Rows = Iterator[tuple[str, Callable[[], Cell]]]
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from bench.files import made_once
 from eigentrace.demo.digits import NUM_CLASSES
 from eigentrace.errors import NumericalError
 from experiments.shared.kept import keep
+from harness.files import made_once
 
 State = dict[str, Tensor]
 _STRIDES = (1, 2, 1, 2, 1)

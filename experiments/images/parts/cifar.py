@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.cifar import normalised, read_cifar_shard
 from eigentrace.demo.digits import load_digits, relabel
 from eigentrace.errors import InputError
 from experiments.shared.download import fetch
 from experiments.shared.frame import Session
 from experiments.shared.needed import Needed, Wanted
+from harness.cifar import normalised, read_cifar_shard
 
 NUM_CLASSES = 10
 ARCHIVE = "cifar-10-python.tar.gz"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from bench.measure import Cell
+from harness.measure import Cell
 
 _SIDE, _STEP, _LINE = 52, 66, 72
 _LABELS = 92

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bench.measure import Cell
 from eigentrace.runs.explain import Explanation
+from harness.measure import Cell
 
 BANDS = {"90–100%": (0.9, 1.0), "40–60%": (0.4, 0.6), "0–10%": (0.0, 0.1)}
 """Which quantiles the paper shows, the highest first."""

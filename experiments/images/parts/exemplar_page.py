@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from statistics import mean
 
-from bench.measure import Cell
-from bench.record import Notes, Record, shown, table
 from experiments.images.parts.exemplar_grid import explained_svg, ranked_svg
+from harness.measure import Cell
+from harness.record import Notes, Record, shown, table
 
 NORMALISATIONS = (None, "gradient")
 FITS = {

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.cifar import read_cifar_shard
 from eigentrace.demo.digits import load_digits, relabel
+from harness.cifar import read_cifar_shard
 
 NUM_CLASSES = 10
 _EVAL_BATCH = 1000

@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from bench.measure import Cell
-from bench.record import Notes, Record, memory, millions, shown, table
 from eigentrace.evaluate.curves import round_ticks
+from harness.measure import Cell
+from harness.record import Notes, Record, memory, millions, shown, table
 
 CURVATURES: tuple[Literal["hessian", "gauss-newton"], ...] = ("hessian", "gauss-newton")
 PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")

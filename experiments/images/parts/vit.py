@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.models import ViT
 from experiments.images.parts.cifar import NUM_CLASSES
 from experiments.images.parts.noise_problems import augmented
+from harness.models import ViT
 
 
 @dataclass(frozen=True)

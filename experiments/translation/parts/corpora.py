@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import eigentrace as et
-from bench.files import made_once
-from bench.models import Batch
 from eigentrace.disk.atomic import replacing
 from eigentrace.errors import InputError
 from eigentrace.task.parameters import Params
@@ -29,6 +27,8 @@ from experiments.shared.frame import Session
 from experiments.translation.parts.cut import short_rows
 from experiments.translation.parts.phrases import COUNTS, stand_ins
 from experiments.translation.parts.withheld import withheld
+from harness.files import made_once
+from harness.models import Batch
 
 FILES = {
     "train": "deen_train_clean.tsv.gz",

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.measure import Cell
-from bench.record import Notes, Record, shown, table
 from eigentrace.evaluate.curves import Curve, curves_svg
 from experiments.shared.frame import Records
 from experiments.translation.parts.mt_retrieval_page import network_table
@@ -25,6 +23,8 @@ from experiments.translation.parts.selection import (
     bleu_key,
     over_seeds,
 )
+from harness.measure import Cell
+from harness.record import Notes, Record, shown, table
 
 PAPER = {  # BLEU on newstest2016 after 10,000 and 200,000 steps, by what selects and how many percent
     (NONE, None): (9.9, 17.8),

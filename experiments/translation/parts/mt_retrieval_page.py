@@ -1,10 +1,10 @@
 """The page of the exchanged translations: tables with the paper's numbers beside ours, and a figure."""
 
-from bench.measure import Cell
-from bench.plot import Line, panels_svg
-from bench.record import Notes, memory, millions, shown, table
 from experiments.shared.frame import Records
 from experiments.translation.parts.network import ALL, KEEPS, LAST, LAYERS, OUR_WAY, PAPER_WAY
+from harness.measure import Cell
+from harness.plot import Line, panels_svg
+from harness.record import Notes, memory, millions, shown, table
 
 PAPER = {  # AUC and AP by layers, method and K
     (ALL, "RandSelect", 10): (67.0, 12.2),

@@ -13,10 +13,6 @@ import numpy as np
 import torch
 
 import eigentrace as et
-from bench.command import positive
-from bench.files import alone
-from bench.measure import Cell, Precision, clocked, with_seconds
-from bench.models import Transformer
 from eigentrace.errors import ConvergenceWarning, PrecisionWarning
 from eigentrace.fits.eigen_fit import EigenFit
 from eigentrace.fits.load import load
@@ -25,6 +21,10 @@ from experiments.shared.kept import kept, name_of
 from experiments.shared.needed import Needed
 from experiments.translation.parts.corpora import FILES, Corpora, Ordered, Pairs, translation_task
 from experiments.translation.parts.transformer import Recipe, held_out, make_transformer, train_transformer
+from harness.command import positive
+from harness.files import alone
+from harness.measure import Cell, Precision, clocked, with_seconds
+from harness.models import Transformer
 
 KEEPS = (10, 20)
 ALL, LAST = "all layers", "last 3 decoder layers"

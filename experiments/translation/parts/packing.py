@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.models import Transformer
 from experiments.translation.parts.corpora import BEGIN, PAD, Pairs
+from harness.models import Transformer
 
 
 @dataclass(frozen=True)

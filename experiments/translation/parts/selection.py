@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
-from bench.files import made_once
-from bench.measure import Cell, clocked, release, with_seconds
-from bench.record import Record
 from eigentrace.disk.atomic import replacing
 from eigentrace.errors import InputError
 from experiments.shared.frame import Part, Session
@@ -29,6 +26,9 @@ from experiments.translation.parts.noisy_corpus import CLEAN, KINDS, NoisyCorpus
 from experiments.translation.parts.prefilters import Prefiltered, learned_languages
 from experiments.translation.parts.transformer import Recipe, make_transformer, train_transformer
 from experiments.translation.parts.translate import translated
+from harness.files import made_once
+from harness.measure import Cell, clocked, release, with_seconds
+from harness.record import Record
 
 KEEP = 10
 NONE, PREFILTER, RANDOM, ORACLE = "none", "prefilter", "random", "clean only"

@@ -32,10 +32,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.models import Transformer
 from experiments.shared.kept import keep
 from experiments.translation.parts.corpora import LONGEST, PAD, Pairs
 from experiments.translation.parts.packing import Side, batches, logits_of, packed
+from harness.models import Transformer
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from bench.models import DecoderBlock, Transformer, attend
 from experiments.translation.parts.corpora import BEGIN, END, LONGEST, PAD
+from harness.models import DecoderBlock, Transformer, attend
 
 ALPHA = 0.6
 # What no translation holds.

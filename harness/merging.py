@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.record import Results, check_settings, merged, read, stem, taking_turns, write
-from bench.refusal import refuse
+from harness.record import Results, check_settings, merged, read, stem, taking_turns, write
+from harness.refusal import refuse
 
 _RECORD = {"title": str, "settings": dict, "cells": dict, "runs": dict}
 _RUN = ("command", "torch", "eigentrace", "python")

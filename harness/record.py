@@ -7,15 +7,15 @@ holds numbers, or "failed" with the reason, and the date of the run it comes fro
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.measure import Cell, Run, described
-from bench.models import MODELS
-from bench.refusal import differences, refuse
 from eigentrace.disk.atomic import replacing
+from harness.measure import Cell, Run, described
+from harness.models import MODELS
+from harness.refusal import differences, refuse
 
 Record = dict[str, Any]
 Results = dict[str, dict[str, Record]]
@@ -251,16 +251,3 @@ def millions(count: int) -> str:
 
 def _safe(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def write_page(
-    out: Path, bench: str, title: str, about: str, machine: Callable[[dict[str, Record]], list[str]], *, small: bool
-) -> None:
-    """Write a benchmark's page from its JSON: what it is about, then one section per machine."""
-    name = stem(bench, small=small)
-    command = f"python -m bench.{bench}" + (" --small" if small else "")
-    lines = [*heading(title + (", small" if small else ""), command, name), "", about]
-    for described_as, problems in read(out / f"{name}.json").items():
-        lines += ["", f"## {described_as}", *machine(problems), "", *runs_of(problems)]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

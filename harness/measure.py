@@ -18,8 +18,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import eigentrace
-from bench.models import Batch, Entry
 from eigentrace.errors import EigentraceError, EigentraceWarning
+from harness.models import Batch, Entry
 
 Cell = dict[str, Any]
 Result = TypeVar("Result")

@@ -1,93 +1,26 @@
-"""The command line both benchmarks share: measure the models asked for, merge what was found, render it."""
+"""The command line of benchmarks and experiments: measure what is asked for, merge what was found, render it."""
 
 import argparse
 import platform
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 import eigentrace
-from bench.measure import Cell, Run, Subject, attempt, release
-from bench.merging import take_over
-from bench.models import MODELS, SMALL, Entry
-from bench.record import Recorder, read, stem, taking_turns
-from bench.refusal import check_place
-from bench.screen import shown_tables
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """What a benchmark is made of."""
-
-    name: str
-    parser: argparse.ArgumentParser
-    batch: Callable[[Entry], int]
-    """Examples per batch unless told otherwise."""
-    measure: Callable[[Subject, Recorder, argparse.Namespace], None]
-    """Measures one model and records each number as it comes."""
-    render: Callable[[Path, bool], None]
-    """Writes tables and plots into a folder from the JSON that lies there; the flag asks for the small ones."""
-
-
-def main(benchmark: Benchmark, argv: Sequence[str]) -> int:
-    """Do what the command line asks for.
-
-    Returns:
-        How many models could not be measured at all, and how many numbers of earlier runs could not be measured again.
-    """
-    settings = benchmark.parser.parse_args(argv)
-
-    def measure(path: Path) -> int:
-        run = start(f"bench.{benchmark.name}", settings, argv)
-        return sum(_measure(benchmark, name, run, path, settings) for name in settings.models)
-
-    return carried_out(benchmark.name, settings, measure, benchmark.render)
-
-
-def _measure(benchmark: Benchmark, name: str, run: Run, path: Path, settings: argparse.Namespace) -> int:
-    entry = (SMALL if run.small else MODELS)[name]
-
-    def work() -> Cell:
-        size = settings.batch or benchmark.batch(entry)
-        subject = Subject.of(entry, run.device, size, channels_last=settings.channels_last)
-        details = {"batch": size, "channels_last": settings.channels_last}
-        recorder = Recorder(run, path, name, subject.description | {"settings": details})
-        benchmark.measure(subject, recorder, settings)
-        return {"not_repeated": recorder.not_repeated}
-
-    # Each number has an attempt of its own: what ends here is building the model, or a mistake in the benchmark.
-    outcome = attempt(work)
-    if "failed" in outcome:
-        say(f"{entry.title}: {outcome['failed']}")
-    release(run.device)
-    return int(outcome.get("not_repeated", 1))
-
+from harness.measure import Run
+from harness.merging import take_over
+from harness.record import read, stem, taking_turns
+from harness.refusal import check_place
+from harness.screen import shown_tables
 
 # Where a command read and wrote is the business of one machine, and not recorded; nor is what changes no number.
 _PLACES = ("--out", "--cache", "--data", "--checkout")
 _FLAGS = ("--replace", "--no-tables")
 # A process cannot end with more than 255, and 256 failures must not look like none.
 _MOST_FAILURES = 100
-
-
-def options(description: str) -> argparse.ArgumentParser:
-    """Return a parser of what both benchmarks understand."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--models", type=_names, default=list(MODELS), help=f"some of {','.join(MODELS)}; all if left out"
-    )
-    parser.add_argument("--small", action="store_true", help="the small versions of the models, for a CPU")
-    parser.add_argument("--batch", type=positive, help="examples per batch; each model has its own default")
-    parser.add_argument("--seconds", type=float, help="to spend on each number: 3, or 0.5 with --small")
-    parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
-    parser.add_argument("--channels-last", action="store_true", help="give images in this memory format")
-    parser.add_argument("--profile", action="store_true", help="print where the time of each number goes")
-    result_options(parser)
-    return parser
 
 
 def place_options(parser: argparse.ArgumentParser) -> None:
@@ -153,9 +86,6 @@ def choices(*allowed: str) -> Callable[[str], list[str]]:
         return found
 
     return words
-
-
-_names = choices(*MODELS)
 
 
 def positive(text: str) -> int:

@@ -1,0 +1,19 @@
+"""The page of a benchmark, written from its results."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from harness.record import Record, heading, read, runs_of, stem
+
+
+def write_page(
+    out: Path, bench: str, title: str, about: str, machine: Callable[[dict[str, Record]], list[str]], *, small: bool
+) -> None:
+    """Write a benchmark's page from its JSON: what it is about, then one section per machine."""
+    name = stem(bench, small=small)
+    command = f"python -m bench.{bench}" + (" --small" if small else "")
+    lines = [*heading(title + (", small" if small else ""), command, name), "", about]
+    for described_as, problems in read(out / f"{name}.json").items():
+        lines += ["", f"## {described_as}", *machine(problems), "", *runs_of(problems)]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,82 @@
+"""How long a whole fit takes, and each of its parts."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+
+import eigentrace as et
+from eigentrace.errors import EigentraceWarning
+from eigentrace.methods import arnoldi
+from harness.measure import Cell, Run, Subject, clocked, release
+
+Kind = Literal["hessian", "gauss-newton"]
+
+FIT = et.Arnoldi(steps=200, keep=50, sample=512, precision="bf16", basis=et.Basis(dtype="bf16", max_vectors=100))
+"""The paper's setting for ViT-L/32, its basis in half the memory and restarted."""
+FIT_BATCH = 256
+"""Examples at a time in a fit: twice those of a product take less than twice as long."""
+
+
+def fit(subject: Subject, method: et.Arnoldi, run: Run) -> Cell:
+    """Time a fit on as many examples as it samples, broken down into its parts."""
+    examples = subject.entry.examples(method.sample or subject.size, run.device)
+    size = subject.size if run.small else FIT_BATCH
+    batches = list(zip(*(t.split(size) for t in examples), strict=True))
+    watch = Stopwatch(run.device)
+    release(run.device)
+    with warnings.catch_warnings(record=True) as caught, watch.on_fits():
+        warnings.simplefilter("always")
+        total = clocked(lambda: method.fit(subject.task, et.Data.from_batches(batches)), run.device)
+    settings = {name: getattr(method, name) for name in ("steps", "keep", "sample", "precision", "compile")}
+    settings["batch"] = size
+    said = sorted({str(w.message) for w in caught if issubclass(w.category, EigentraceWarning)})
+    return {"seconds": total, "parts": watch.parts(), "peak": _peak(run), "settings": settings, "warnings": said}
+
+
+class Stopwatch:
+    """Adds up the time that the parts of a fit take."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.calls: dict[str, list[float]] = {}
+
+    def around(self, name: str, function: Callable) -> Callable:
+        """Return a function whose calls are timed."""
+
+        def timed_function(*args: Any, **options: Any) -> Any:
+            results: list[Any] = []
+            took = clocked(lambda: results.append(function(*args, **options)), self.device)
+            self.calls.setdefault(name, []).append(took)
+            return results[0]
+
+        return timed_function
+
+    def on_fits(self) -> AbstractContextManager:
+        """Time what `Arnoldi.fit` is made of, while the context lasts."""
+        iterate = arnoldi.lanczos
+
+        def lanczos(matvec: Callable, *args: Any, **options: Any) -> Any:
+            return iterate(self.around("products", matvec), *args, **options)
+
+        return patch.multiple(
+            arnoldi,
+            ready=self.around("checks", arnoldi.ready),
+            check_curvature=self.around("checks", arnoldi.check_curvature),
+            lanczos=self.around("iteration", lanczos),
+            top_eigenpairs=self.around("eigenvectors", arnoldi.top_eigenpairs),
+        )
+
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of each part; the first product, which may be compiled, for itself."""
+        spent = {name: sum(calls) for name, calls in self.calls.items()}
+        first, every = self.calls["products"][0], spent["products"]
+        orthogonalising = spent.pop("iteration") - every
+        return spent | {"first product": first, "products": every - first, "orthogonalisation": orthogonalising}
+
+
+def _peak(run: Run) -> int | None:
+    return torch.cuda.max_memory_allocated(run.device) if run.on_gpu else None
