@@ -1,4 +1,4 @@
-"""A run on disk: its manifest, its shards of features, and the tables beside them."""
+"""Storage of runs: the manifest, the shards of features and scores, and the Parquet tables."""
 
 from eigentrace.store.folder import Folder
 from eigentrace.store.shards import Record, Shard

@@ -1,4 +1,4 @@
-"""Is a run what it says it is? Every file looked at, every checksum taken again, and what is bad set aside."""
+"""Integrity check of a run: verify the checksum of every file, and set damaged files aside."""
 
 import shutil
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from eigentrace.store.shards import fault_of, gaps, recovered
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is wrong with a run."""
+    """A problem with one file of a run, and how to fix it."""
 
     path: Path
     what: str
@@ -29,31 +29,31 @@ class Fault:
 
 @dataclass(frozen=True)
 class Health:
-    """What a check found."""
+    """The result of `check`: faults, and the number of missing rows."""
 
     faults: tuple[Fault, ...]
     num_rows: int
     num_missing: int
-    """Rows that are not scored yet, those of damaged shards included."""
+    """Number of rows without scores, including those in damaged shards."""
 
     @property
     def is_good(self) -> bool:
-        """Tell whether nothing is wrong and nothing missing."""
+        """Return whether there are no faults and no missing rows."""
         return not self.faults and not self.num_missing
 
     def __str__(self) -> str:
         missing = f"{self.num_missing:,} of {self.num_rows:,} rows are missing" if self.num_missing else ""
-        whole = f"{self.num_rows:,} rows, all of them whole" if self.is_good else ""
+        whole = f"All {self.num_rows:,} rows are present and intact" if self.is_good else ""
         return "\n".join([*map(str, self.faults), *filter(None, (missing, whole))])
 
 
 def check(path: str | Path, repair: bool = False) -> Health:
-    """Look at every file of a run.
+    """Check every file of a run, and optionally repair the run.
 
     Args:
         path: The run's directory.
-        repair: Set damaged shards aside (in `damaged/`, nothing is deleted) and take lost ones back on record, so that
-            scoring the run again does only what is missing.
+        repair: Move damaged shards to `damaged/` (nothing is deleted) and add intact shards that are missing from
+            `shards.json`, so that scoring the run again computes only missing rows.
     """
     folder = Folder(path)
     rows = int(_manifest(folder)["data"]["rows"])
@@ -69,19 +69,19 @@ def check(path: str | Path, repair: bool = False) -> Health:
 
 def _manifest(folder: Folder) -> dict:
     if not folder.path.is_dir():
-        raise MismatchError(f"{folder.path} is no directory. Give the path of a run.")
+        raise MismatchError(f"{folder.path} is not a directory. Pass the directory of a run.")
     return folder.manifest
 
 
 def _look(folder: Folder) -> tuple[tuple[Shard, ...], list[Fault]]:
-    """Return the shards that are whole, and everything that is wrong."""
+    """Return the intact shards and all faults."""
     faults: list[Fault] = []
     try:
         recorded = folder.record.read()
     except EigentraceError:
         recorded = ()
         what = "is damaged" if folder.record.path.exists() else "is missing"
-        faults.append(Fault(folder.record.path, what, "Repairing makes it again from the shards."))
+        faults.append(Fault(folder.record.path, what, "Repairing rebuilds it from the shards."))
     good: list[Shard] = []
     for shard in recorded:
         file = folder.record.file(shard)
@@ -96,9 +96,15 @@ def _look(folder: Folder) -> tuple[tuple[Shard, ...], list[Fault]]:
         if file.name not in known:
             found = recovered(file)
             is_lost = found is not None and found.name == file.name and not _overlaps(found, good)
-            why = "" if is_lost else " and damaged" if found is None else " and holds rows that other shards hold too"
-            fix = "Repairing takes it back." if is_lost else "Repairing sets it aside."
-            faults.append(Fault(file, f"is not on record{why}", fix))
+            why = (
+                ""
+                if is_lost
+                else " and damaged"
+                if found is None
+                else " and contains rows that are also in other shards"
+            )
+            fix = "Repairing adds it again." if is_lost else "Repairing sets it aside."
+            faults.append(Fault(file, f"is not listed in shards.json{why}", fix))
             good += [found] if found is not None and is_lost else []
     shards = tuple(sorted(good, key=lambda shard: shard.start))
     is_complete = not any(gaps(shards, int(folder.manifest["data"]["rows"])))
@@ -110,13 +116,13 @@ def _overlaps(shard: Shard, others: list[Shard]) -> bool:
 
 
 def _lasting(folder: Folder) -> Iterator[Fault]:
-    """Compare what was written before the manifest with the checksums in it."""
+    """Yield a fault for each file whose checksum differs from the one in the manifest."""
     for name, expected in folder.manifest.get("files", {}).items():
         file = folder.path / name
-        fix = "Restore it from a copy." if file == folder.columns_file else "Restore it, or fit again elsewhere."
+        fix = "Restore it from a copy." if file == folder.columns_file else "Restore it, or fit into a new directory."
         try:
             if hash_file(file) != expected:
-                yield Fault(file, "holds other bytes than were written (its checksum differs)", fix)
+                yield Fault(file, "has changed since it was written (its checksum differs)", fix)
         except FileNotFoundError:
             yield Fault(file, "is missing", fix)
         except OSError as error:
@@ -124,7 +130,7 @@ def _lasting(folder: Folder) -> Iterator[Fault]:
 
 
 def _table(folder: Folder, is_complete: bool) -> Iterator[Fault]:
-    file, fix = folder.table_file, "It is written again by scoring."
+    file, fix = folder.table_file, "Score the run again to rewrite it."
     if not file.exists():
         if is_complete:
             yield Fault(file, "is missing", fix)
@@ -150,7 +156,7 @@ def _repair(folder: Folder, good: tuple[Shard, ...], faults: list[Fault]) -> Non
 
 
 def _aside(folder: Folder, file: Path) -> Path:
-    """Return a new path among the damaged files."""
+    """Return an unused path in `damaged/` for this file."""
     aside = folder.damaged
     aside.mkdir(exist_ok=True)
     number = 0

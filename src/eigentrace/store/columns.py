@@ -1,4 +1,4 @@
-"""The columns that scoring writes for every example, declared once: a new one is added here and computed in `write`."""
+"""Declarations of the columns that scoring writes; a new one is declared here and computed in `write`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,37 +8,37 @@ import numpy as np
 
 Kind = Literal["number", "class"]
 
-# Tensors of a shard that are no columns: features, the powers of two that those in half precision were scaled by, and a
-# hash of each example's content.
+# Tensors of a shard that are not columns: features, the exponents of the powers of two by which float16 features were
+# scaled, and the digest of each example.
 FEATURES, EXPONENTS, DIGEST = "features", "feature_exponents", "digest"
-# Columns that are not written, and that users may not write either.
+# Names that are reserved, although scoring writes no column with them.
 ROW, ID = "row", "id"
 
 
 @dataclass(frozen=True)
 class ScoredColumn:
-    """One number of every example."""
+    """A column that scoring writes: one number per example."""
 
     name: str
-    """What the table, Python and the command line call it."""
+    """The name in the table, in Python and on the command line."""
     label: str
-    """What people read on a page."""
+    """The name displayed on the page."""
     meaning: str
     kind: Kind = "number"
-    """Whether it measures something, or numbers a class, with -1 for none."""
+    """"number" for a measured value, or "class" for a class number, where -1 means missing."""
     tensor: str = ""
-    """What a shard calls it, where that is something else."""
+    """The name of its tensor in a shard, if it differs from `name`."""
     read: Callable[[np.ndarray], np.ndarray] = np.asarray
-    """Turns what a shard holds into what is asked for."""
+    """Converts the stored values to the values of the column."""
 
     @property
     def stored_as(self) -> str:
-        """The name of the tensor that holds it."""
+        """The name of its tensor in a shard."""
         return self.tensor or self.name
 
     @property
     def missing(self) -> float:
-        """What stands for a row that is not scored."""
+        """The value for rows without scores."""
         return -1 if self.kind == "class" else np.nan
 
 
@@ -49,27 +49,27 @@ COLUMNS = {
         ScoredColumn(
             "gradient_norm", "gradient norm", "‖g(x)‖, the length of its gradient", tensor="square_norm", read=np.sqrt
         ),
-        ScoredColumn("self_influence", "self-influence", "the method's score of the example against itself"),
-        ScoredColumn("label", "label", "the class that it was given", "class"),
+        ScoredColumn("self_influence", "self-influence", "the method's score of the example for itself"),
+        ScoredColumn("label", "label", "the class of the example in the data", "class"),
         ScoredColumn("prediction", "prediction", "the class that the model predicts", "class"),
         ScoredColumn("confidence", "confidence", "the probability of the predicted class"),
     )
 }
-"""All columns that this version writes, in the order in which tables list them."""
+"""All columns that this version writes, in table order."""
 TAKEN = (ROW, *COLUMNS)
-"""Names that columns of the user's own may not have."""
+"""Names that user columns must not have."""
 
-# What runs hold that do not say so: those of version 0.1.0.
+# Columns of runs whose manifest does not list them, which are runs of version 0.1.0.
 UNRECORDED = ("loss", "gradient_norm", "self_influence", "label", "prediction", "confidence")
 
 
 def named(names: Iterable[str]) -> tuple[ScoredColumn, ...]:
-    """Return the declared columns of these names, in the order of the declaration."""
+    """Return the columns with these names, in order of declaration."""
     wanted = set(names)
     return tuple(column for name, column in COLUMNS.items() if name in wanted)
 
 
 def of_tensors(names: Iterable[str]) -> tuple[ScoredColumn, ...]:
-    """Return the columns that tensors of these names hold."""
+    """Return the columns that are stored in tensors with these names, in order of declaration."""
     wanted = set(names)
     return tuple(column for column in COLUMNS.values() if column.stored_as in wanted)

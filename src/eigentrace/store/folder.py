@@ -1,4 +1,4 @@
-"""The directory of a run: what it belongs to, and where its parts lie."""
+"""The directory of a run: paths of its files, its manifest, and checks of what it was created with."""
 
 import json
 from collections.abc import Mapping
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "run"
-# Files and directories of a run; `disk` and `fits` name those that all directories and all fits have.
+# Files and directories of a run. Names common to all artifacts are in `disk`, those of fits in `fits`.
 FIT, KRYLOV = "fit", "krylov"
 WEIGHTS, USER_COLUMNS, TABLE = "weights.safetensors", "columns.parquet", "table.parquet"
 REQUEST, DECISIONS, DECIDING, PAGE, DAMAGED = "request.json", "decisions.jsonl", "deciding", "page.html", "damaged"
 WRITTEN = (MANIFEST, RECORD, USER_COLUMNS, TABLE, WEIGHTS, LOCK, FIT, SHARDS, REQUEST)
-"""What scoring leaves in a run."""
-# Rows of the user's columns that are stored together: single items are read by whole groups.
+"""Files and directories that scoring writes to a run."""
+# Rows per Parquet row group of the user's columns; reading one item reads its whole group.
 _GROUP_ROWS = 1 << 13
-# What must be the same for a run to be continued, with the words that say so.
+# Manifest keys that must be equal for a run to be resumed, with their descriptions in messages.
 _IDENTITY = {
-    "model": "another model, weights or selection of parameters",
-    "method": "other settings of the fit",
-    "data": "other training data",
-    "compute": "another batch size, precision or engine",
-    "features": "another type or number of stored features",
+    "model": "a different model, weights or selection of parameters",
+    "method": "different fit settings",
+    "data": "different training data",
+    "compute": "a different batch size, precision or engine",
+    "features": "a different type or number of stored features",
 }
 
 
 class Folder:
-    """Paths and files of one run; it reads and writes, and knows nothing of models."""
+    """The paths of a run's files, with methods that read and write them without a model."""
 
     def __init__(self, path: str | Path) -> None:
         if not isinstance(path, str | Path):
-            raise InputError(f"A run is named by the path of its directory, got {type(path).__name__}.")
+            raise InputError(f"The path of a run must be a str or Path, got {type(path).__name__}.")
         self.path = Path(path).absolute()  # the caller may change directories
         self.record = Record(self.path)
         self.manifest_file = self.path / MANIFEST
@@ -58,17 +58,17 @@ class Folder:
 
     @property
     def exists(self) -> bool:
-        """Tell whether scoring has begun here."""
+        """Return whether the directory contains a run, complete or not."""
         return self.manifest_file.exists()
 
     @property
     def has_fit_begun(self) -> bool:
-        """Tell whether a fit is there, or a part of one, that other data would not go with."""
+        """Return whether the directory contains a fit or a partial fit, which is bound to its data."""
         return self.fit.exists() or (self.krylov / MANIFEST).exists()
 
     @property
     def request(self) -> dict[str, Any] | None:
-        """What the run is made from, if that is known: the words of a command."""
+        """The recorded settings of the `fit` command that created the run, or None."""
         how = self.manifest.get("how") if self.exists else None
         if isinstance(how, dict) and "input" in how:
             return how
@@ -79,7 +79,7 @@ class Folder:
         return found if isinstance(found, dict) and "input" in found else None
 
     def refuse_foreign(self) -> None:
-        """Stop, before anything is touched, if a directory without a run holds what no run has put there."""
+        """Raise InputError if the directory contains no run but unrelated files; nothing is changed."""
         if self.exists or not self.path.is_dir():
             return
         ours = (REQUEST, FIT, KRYLOV, WEIGHTS, USER_COLUMNS)
@@ -88,22 +88,22 @@ class Folder:
         others = [name for name in names if name not in (*ours, LOCK) and not name.startswith(begun)]
         if others:
             raise InputError(
-                f"{self.path} holds other files ({', '.join(others[:3])}) and no run. Choose a new directory: nothing "
-                "was changed."
+                f"{self.path} is not a run and contains other files ({', '.join(others[:3])}). Choose a new directory; "
+                "nothing was changed."
             )
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """What the run is, and what it belongs to."""
+        """The run's manifest: method, model, data and settings."""
         return read_manifest(self.path, KIND)
 
     @cached_property
     def weights(self) -> "Tensor":  # (K,) float64
-        """One weight per stored feature, so that Σ weight φ(x) φ(z) is a score."""
+        """One weight per stored feature: Σ weight φ(x) φ(z) is the score of two examples."""
         return read_tensors(self.weights_file)["weights"]
 
     def begin(self, manifest: Mapping[str, Any], weights: "Tensor", columns: pa.Table | None) -> None:
-        """Write what a new run is; the manifest comes last, so that a run with one is complete in this respect."""
+        """Write weights, user columns and manifest of a new run, the manifest last: it exists only if all others do."""
         self.path.mkdir(parents=True, exist_ok=True)
         with replacing(self.weights_file) as partial:
             write_tensors({"weights": weights.cpu().double()}, partial)
@@ -116,33 +116,33 @@ class Folder:
         self.__dict__.pop("manifest", None)
 
     def lasting(self) -> list[Path]:
-        """Return the files that are written once, before the manifest, and never again."""
+        """Return the existing files that are written once, before the manifest, and never overwritten."""
         fit = sorted(path for path in self.fit.rglob("*") if path.is_file())
         return [path for path in (self.weights_file, self.columns_file, *fit) if path.exists()]
 
     def check_same(self, manifest: Mapping[str, Any], columns: pa.Table | None) -> None:
-        """Stop if the run belongs to something else than what is asked for now."""
+        """Raise MismatchError unless the run was created with the same model, settings, data and user columns."""
         for key, words in _IDENTITY.items():
             held, asked = self.manifest[key], manifest[key]
             if held != asked:
                 raise MismatchError(
-                    f"The run at {self.path} was begun with {words}: {_differing(held, asked)}. "
-                    "Continue it with what it was begun with, or choose another directory; nothing was changed."
+                    f"The run at {self.path} was created with {words}: {_differing(held, asked)}. "
+                    "Resume with the same ones, or choose another directory; nothing was changed."
                 )
         if columns is not None and not (
             self.columns_file.exists() and same_columns(pq.read_table(self.columns_file), columns)
         ):
             raise MismatchError(
-                f"The run at {self.path} was begun with other ids or columns. Leave them out to continue with those it "
-                "has, or choose another directory; nothing was changed."
+                f"The run at {self.path} was created with different ids or columns. Omit them to resume with those of "
+                "the run, or choose another directory; nothing was changed."
             )
 
 
 def _differing(held: Any, asked: Any) -> str:
     if not isinstance(held, dict) or not isinstance(asked, dict):
-        return f"it has {_short(held)}, asked for is {_short(asked)}"
+        return f"the run has {_short(held)}, got {_short(asked)}"
     keys = [key for key in sorted({*held, *asked}) if held.get(key) != asked.get(key)]
-    return "; ".join(f"{key} is {_short(held.get(key))} there and {_short(asked.get(key))} here" for key in keys)
+    return "; ".join(f"{key} is {_short(held.get(key))} in the run, got {_short(asked.get(key))}" for key in keys)
 
 
 def _short(value: Any) -> str:

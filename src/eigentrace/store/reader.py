@@ -1,4 +1,4 @@
-"""Read a run: what its manifest says, its columns, its features. Torch is loaded for features only, not for columns."""
+"""Reader of a run's manifest, columns and features; it imports torch only to read features."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 Rows = range | np.ndarray
 
-# Features that are read at a time, and rows of them where they are narrow.
+# Maximum size of a chunk of features, in bytes and in rows.
 _CHUNK_BYTES, _CHUNK_ROWS = 2**25, 65_536
 
 
 class RunReader:
-    """A run on disk, as of when it was opened; no model is needed, and nothing is written.
+    """Read-only access to a run without a model; the list of shards is read once, on first use.
 
     Args:
         folder: The run's directory.
@@ -44,58 +44,58 @@ class RunReader:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What was scored, with what, and how."""
+        """The run's manifest: method, model, data and settings."""
         return self.folder.manifest
 
     @cached_property
     def request(self) -> dict[str, Any] | None:
-        """What the run was made from, if that is known: the words of a command."""
+        """The recorded settings of the `fit` command that created the run, or None."""
         return self.folder.request
 
     @property
     def num_rows(self) -> int:
-        """N, the examples of the data, scored or not."""
+        """N, the number of examples in the data, scored or not."""
         return int(self.manifest["data"]["rows"])
 
     @property
     def num_features(self) -> int:
-        """K, numbers stored per example."""
+        """K, the number of features stored per example."""
         return int(self.manifest["features"]["count"])
 
     @property
     def scores_pairs(self) -> bool:
-        """Tell whether the method scores pairs of examples, and not single ones alone."""
+        """Return whether the method scores pairs of examples, not only single examples."""
         return bool(self.manifest.get("pairs", True))
 
     @property
     def holds_everything(self) -> bool:
-        """Tell whether stored features hold all of a score, and not only the part of the kept directions."""
+        """Return whether the stored features give whole scores, not only the part in the kept directions."""
         return self.manifest["features"]["hold"] == "everything"
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """What is on record as whole."""
+        """The shards listed in `shards.json`, in row order."""
         return self.folder.record.read()
 
     @cached_property
     def num_missing(self) -> int:
-        """Examples that are not scored yet."""
+        """Number of examples without scores."""
         return sum(len(rows) for rows in gaps(self.shards, self.num_rows))
 
     @property
     def is_complete(self) -> bool:
-        """Tell whether every example is scored."""
+        """Return whether every example is scored."""
         return self.num_missing == 0
 
     def check_complete(self) -> None:
-        """Stop if examples are missing."""
+        """Raise InputError unless every example is scored."""
         if not self.is_complete:
             raise InputError(
                 f"The run at {self.path} is not complete: {self.num_missing:,} of {self.num_rows:,} examples are "
-                "missing. Continue it with the call or command that began it."
+                "missing. Resume it with the call or command that created it."
             )
 
-    # What is known of every example.
+    # Columns.
 
     @cached_property
     def scored(self) -> tuple[ScoredColumn, ...]:
@@ -109,7 +109,7 @@ class RunReader:
 
     @cached_property
     def user_columns(self) -> tuple[str, ...]:
-        """Names of the columns that the user gave, ids apart."""
+        """Names of the user's columns, without the ids."""
         return tuple(name for name in self._given if name != ID)
 
     @cached_property
@@ -117,7 +117,7 @@ class RunReader:
         return tuple(pq.read_schema(self.folder.columns_file).names) if self.folder.columns_file.exists() else ()
 
     def user_table(self) -> pa.Table:
-        """Return the columns that the user gave, ids among them, mapped from the disk."""
+        """Return the user's columns, including the ids, memory-mapped."""
         file = self.folder.columns_file
         if not file.exists():
             return pa.table({})
@@ -128,20 +128,20 @@ class RunReader:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of all columns there are, those of the user last."""
+        """Names of all columns, those of the user last."""
         return (*(column.name for column in self.scored), *self.user_columns)
 
     def column(self, name: str, rows: Rows | None = None, *, partial: bool = False) -> np.ndarray:  # (N,) or (n,)
-        """Return one column, in row order, or that of some rows, in the order asked for.
+        """Return a column in row order, or its values at the given rows in the given order.
 
         Args:
             name: One of `columns`.
-            rows: A range, or an array of any shape; everything if None.
-            partial: Whether rows may be missing: NaN stands for them, or -1 where the column numbers classes.
+            rows: A range, or an array of any shape; all rows if None.
+            partial: Allow missing rows, whose values are NaN, or -1 in columns of class numbers.
         """
         column = next((column for column in self.scored if column.name == name), None)
         if column is None and name not in self.user_columns:
-            raise InputError(f"This run has no column {name!r}. It has: {', '.join(self.columns)}.")
+            raise InputError(f"The run has no column {name!r}. Its columns are {', '.join(self.columns)}.")
         if not partial:
             self.check_complete()
         if column is None:
@@ -150,33 +150,33 @@ class RunReader:
         return column.read(self._read(column.stored_as, rows, column.missing))
 
     def digests(self, rows: Rows | None = None) -> np.ndarray | None:  # (N,) or (n,) int64
-        """Return a hash of each example's content, by which equal ones are found; None where some have none."""
+        """Return the digest of each example, by which exact duplicates are found; None if any example has none."""
         self.check_complete()
         return self._read(DIGEST, rows) if self.has_digests else None
 
     @cached_property
     def has_digests(self) -> bool:
-        """Tell whether all examples that are scored have a hash of their content."""
+        """Return whether all scored examples have a digest."""
         return all(DIGEST in names_in(self.folder.record.file(shard)) for shard in self.shards)
 
     @cached_property
     def ids(self) -> Names | None:
-        """The user's names of the examples, if there are any, to be read from the disk."""
+        """The ids of the examples, read from disk on access; None if the data has no ids."""
         return Names(self.folder.columns_file, ID) if ID in self._given else None
 
     def table(self) -> pa.Table:
-        """Return everything but the features, one row per example."""
+        """Return all columns, including the user's, with one row per example."""
         self.check_complete()
         try:
             return pq.read_table(self.folder.table_file, page_checksum_verification=True)
         except (pa.ArrowInvalid, OSError) as error:
             raise StorageError(
-                f"{self.folder.table_file} cannot be read ({error}). `eigentrace check RUN --repair` sets it aside if "
-                "it is damaged, and the command that scored the run writes it again."
+                f"{self.folder.table_file} cannot be read ({error}). If it is damaged, `eigentrace check RUN --repair` "
+                "sets it aside, and the command that scored the run rewrites it."
             ) from None
 
     def _read(self, tensor: str, rows: Rows | None, missing: float = np.nan) -> np.ndarray:
-        """Read a tensor of all shards, or some rows of it."""
+        """Read all rows of a stored tensor, or the given ones, across shards."""
         wanted: Rows = range(self.num_rows) if rows is None else rows
         shape = (len(wanted),) if isinstance(wanted, range) else wanted.shape
         parts = self._stretches(tensor, wanted) if isinstance(wanted, range) else self._picked(tensor, wanted)
@@ -198,7 +198,7 @@ class RunReader:
                 file = self.folder.record.file(shard)
                 part = read_column(file, tensor, low - shard.start, high - shard.start)
                 if len(part) != high - low:
-                    raise StorageError(f"{file} holds fewer rows than its record says. {CHECK_ADVICE}")
+                    raise StorageError(f"{file} contains fewer rows than listed in shards.json. {CHECK_ADVICE}")
                 yield slice(low - rows.start, high - rows.start), part
 
     def _picked(self, tensor: str, rows: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
@@ -221,10 +221,10 @@ class RunReader:
         return self.folder.weights
 
     def feature_chunks(self, rows_at_once: int | None = None) -> "Iterator[tuple[int, Tensor]]":
-        """Yield (first row, features (n, K)) in row order, holding one chunk at a time.
+        """Yield (first row, features (n, K)) in row order, with one chunk in memory at a time.
 
         Args:
-            rows_at_once: Rows of a chunk at most; as many as make 32 MiB if None.
+            rows_at_once: Maximum number of rows in a chunk. If None, as many as fit into 32 MiB, at most 65,536.
         """
         import torch
 
@@ -234,13 +234,13 @@ class RunReader:
         for shard in self.shards:
             start = shard.start
             while start < shard.stop:
-                # Cut at multiples of the step, as the search cuts them: joining pieces would copy every feature.
+                # Chunks end at multiples of the step, as in the search; joining pieces there would copy every feature.
                 stop = min((start // step + 1) * step, shard.stop)
                 yield start, torch.from_numpy(self._unscaled(range(start, stop)))
                 start = stop
 
     def features_of(self, rows: np.ndarray) -> "Tensor":  # (n, K)
-        """Read the features of some rows, in the order asked for."""
+        """Return the features of the given rows, in the given order."""
         import torch
 
         self._check_features()
@@ -251,17 +251,17 @@ class RunReader:
     def _check_features(self) -> None:
         self.check_complete()
         if not self.num_features:
-            raise UnsupportedError(f"{self.manifest['method']['name']} stores no features: ask with the model at hand.")
+            raise UnsupportedError(f"{self.manifest['method']['name']} stores no features. Pass the task and the data.")
 
     def _unscaled(self, rows: Rows) -> np.ndarray:  # (n, K)
         found = self._read(FEATURES, rows)
         return unhalved(found, self._read(EXPONENTS, rows)) if EXPONENTS in self._tensors else found
 
-    # What is known of the fit.
+    # The fit.
 
     @cached_property
     def eigenvalues(self) -> np.ndarray:  # (M,)
-        """Those of the curvature, the largest in size first; none where the method has none."""
+        """Eigenvalues of the curvature, largest absolute value first; empty if the method computes none."""
         path = self.folder.fit / EIGENPAIRS
         if not path.exists():
             return np.empty(0)
@@ -269,16 +269,18 @@ class RunReader:
             with safe_open(path, "np") as file:
                 found = np.asarray(file.get_tensor("eigenvalues"), dtype=np.float64)
         except SafetensorError as error:
-            raise InputError(f"{path} cannot be read ({error}). `eigentrace check` says what is damaged.") from None
+            raise InputError(
+                f"{path} cannot be read ({error}). Run `eigentrace check` to find damaged files."
+            ) from None
         return found[np.argsort(-np.abs(found), kind="stable")]
 
     @property
     def delta(self) -> float | None:
-        """δ, the curvature of all directions that were not kept; None without a tail."""
+        """δ, the number that replaces the eigenvalues of the tail; None without a tail."""
         cut = self.manifest["method"].get("cut")
         return delta_of(Cut(**cut), np.abs(self.eigenvalues).tolist()) if cut and len(self.eigenvalues) else None
 
     @property
     def reliability(self) -> float | None:
-        """The agreement in rank of self-influence between fits on halves of the sample, if it was measured."""
+        """Rank agreement of self-influence between two fits on halves of the curvature sample; None if not measured."""
         return (self.manifest["method"].get("agreement") or {}).get("self_influence")

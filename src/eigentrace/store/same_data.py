@@ -1,4 +1,4 @@
-"""Is the data still what was scored? What a run holds of its examples, beside the examples at hand."""
+"""Checks that data, task and fit are those that a run was scored with: ids, labels, digests, losses and scores."""
 
 from functools import cache
 from typing import Any
@@ -20,16 +20,16 @@ from eigentrace.store.user_columns import as_columns, first_difference
 from eigentrace.task.identity import another_loss
 from eigentrace.task.task import Task
 
-# Rows that are read to be compared when a run that has begun is scored again.
+# Number of scored rows that are read and compared when a run is resumed.
 _COMPARED = 1024
-# Examples whose loss is evaluated to see whether a task is the one that scored them.
+# Number of examples whose loss or score is computed again and compared.
 _EVALUATED = 8
-# How far rounding may move scores of the same fit, of the largest of those compared.
+# Tolerance for rounding between scores of the same fit, relative to the largest score compared.
 _SAME_SCORE, _SAME_SCORE_BF16 = 1e-3, 0.05
 
 
 def difference(folder: Folder, data: Data, task: Task | None) -> str | None:
-    """Say where ids, or labels that are at hand without reading examples, differ from the run's; None if nowhere."""
+    """Describe the first id, or label in memory, that differs from the run's; None if all are equal."""
     held = stored_ids(folder)
     if data.ids is not None and held is not None:
         found = id_difference(held, data.ids)
@@ -40,14 +40,14 @@ def difference(folder: Folder, data: Data, task: Task | None) -> str | None:
 
 
 def stored_ids(folder: Folder) -> pa.ChunkedArray | None:
-    """Read the ids of a run, if it has any."""
+    """Return the ids stored in a run, or None."""
     if not folder.columns_file.exists() or ID not in pq.read_schema(folder.columns_file).names:
         return None
     return pq.read_table(folder.columns_file, columns=[ID]).column(0)
 
 
 def id_difference(held: pa.ChunkedArray, ids: Any) -> str | None:
-    """Say at which row ids are first others than those of a run."""
+    """Describe the first row whose id differs from the run's; None if all are equal."""
     table: Any = as_columns(None, ids, len(ids))
     row = first_difference(held, table.column(0))
     if row is None:
@@ -56,7 +56,7 @@ def id_difference(held: pa.ChunkedArray, ids: Any) -> str | None:
 
 
 def label_difference(folder: Folder, labels: np.ndarray) -> str | None:  # (N,)
-    """Say at which row, of those that are scored, labels are first others than those of a run."""
+    """Describe the first scored row whose label differs from the run's; None if all are equal."""
     for shard in folder.record.read():
         file = folder.record.file(shard)
         if "label" not in names_in(file):
@@ -70,7 +70,7 @@ def label_difference(folder: Folder, labels: np.ndarray) -> str | None:  # (N,)
 
 
 def labels_at_hand(data: Data, task: Task | None) -> np.ndarray | None:  # (N,)
-    """Return the label of every example where that takes no reading of examples."""
+    """Return the labels of all examples if the data is in memory and the task has labels; else None."""
     held = data.held() if task is not None and task.has_labels else None
     if held is None or task is None:
         return None
@@ -79,17 +79,17 @@ def labels_at_hand(data: Data, task: Task | None) -> np.ndarray | None:  # (N,)
 
 
 def check_begun(folder: Folder, data: Data, task: Task) -> None:
-    """Stop if a run that is to go on holds rows that the data at hand does not give, as far as that is quickly seen.
+    """Raise MismatchError if rows that a run has scored differ from the data, before the run is resumed.
 
-    Ids and labels are compared as in `difference`; of other data, up to 1,024 of the rows that are scored are read.
+    Ids and labels are compared as in `difference`, then the digests of up to 1,024 scored rows of seekable data.
     """
     found = difference(folder, data, task)
     if found is None and data.is_seekable:
         found = _sample_difference(folder, data)
     if found is not None:
         raise MismatchError(
-            f"The run at {folder.path} was begun with other examples: {found}. Continue it with what it was begun "
-            "with, or choose another directory; nothing was changed."
+            f"The run at {folder.path} was created with different examples: {found}. Resume with the same data, or "
+            "choose another directory; nothing was changed."
         )
 
 
@@ -108,15 +108,15 @@ def _sample_difference(folder: Folder, data: Data) -> str | None:
             return None
         differs = batch.digests != expected[start : start + len(batch)]
         if differs.any():
-            return f"row {batch.rows[differs.argmax()]} holds something else than was scored"
+            return f"row {batch.rows[differs.argmax()]} has changed since it was scored"
         start += len(batch)
     return None
 
 
 def check_loss(folder: Folder, fitted: Fitted, data: Data) -> None:
-    """Stop if the task gives the first examples another loss than the run holds of them.
+    """Raise MismatchError if the task's losses of the first examples differ from those stored in the run.
 
-    Examples that were changed since are passed over here: they are told of when they are read.
+    Examples that have changed since are skipped here; they are reported when they are read.
     """
     shard = next(iter(folder.record.read()), None)
     if shard is None or shard.start > 0 or "loss" not in names_in(folder.record.file(shard)):
@@ -133,15 +133,15 @@ def check_loss(folder: Folder, fitted: Fitted, data: Data) -> None:
     at = another_loss(held, here)
     if at is not None:
         raise MismatchError(
-            f"The task has another loss than the run at {folder.path}: that of row {batch.rows[at]} is {held[at]:.4g} "
-            f"in the run and {here[at]:.4g} by the task. Give the task as it was scored."
+            f"The task's loss differs from that of the run at {folder.path}: row {batch.rows[at]} has the loss "
+            f"{held[at]:.4g} in the run, got {here[at]:.4g}. Pass the task that the run was scored with."
         )
 
 
 def check_scores(folder: Folder, fitted: Fitted, data: Data, compute: Compute) -> None:
-    """Stop if a fit that is not saved gives the first examples of a run other scores than the run holds of them.
+    """Raise MismatchError if the scores of the first examples by an unsaved fit differ from those stored in the run.
 
-    Settings do not tell such fits apart: functions and checkpoints are known by their types, the data not at all.
+    Settings do not identify such fits: functions and checkpoints are recorded by type only, and data not at all.
     """
     shard = next(iter(folder.record.read()), None)
     if shard is None or not data.is_seekable:
@@ -154,14 +154,14 @@ def check_scores(folder: Folder, fitted: Fitted, data: Data, compute: Compute) -
     if float(gaps.max()) > tol * max(float(held.nan_to_num().abs().max()), torch.finfo(torch.float32).tiny):
         at = int(gaps.argmax())
         raise MismatchError(
-            f"The run at {folder.path} was begun with another fit: the score of row {rows[at]} is {held[at]:.6g} in "
-            f"the run and {here[at]:.6g} by the fit. Continue it with the fit it was begun with, or choose another "
-            "directory; nothing was changed."
+            f"The run at {folder.path} was created with a different fit: the score of row {rows[at]} is {held[at]:.6g} "
+            f"in the run, got {here[at]:.6g}. Resume with the same fit, or choose another directory; nothing was "
+            "changed."
         )
 
 
 def comparing(folder: Folder, data: Data) -> Data:
-    """Return the data so that every example that is read is compared with the digest the run has of it."""
+    """Return the data with a check: reading an example whose digest differs from the run's raises MismatchError."""
 
     @cache
     def known() -> np.ndarray | None:
@@ -173,8 +173,8 @@ def comparing(folder: Folder, data: Data) -> Data:
 
     def refusal(row: int) -> MismatchError:
         return MismatchError(
-            f"Row {row} of the data is not what the run at {folder.path} scored: its inputs or its label were changed "
-            "since. Give the data as it was scored, or score what it is now into another directory."
+            f"Row {row} of the data has changed since the run at {folder.path} scored it: its inputs or its label "
+            "differ. Pass the data as it was scored, or score the current data into another directory."
         )
 
     return data.compared(known, refusal)

@@ -1,4 +1,4 @@
-"""Columns that users give with their data: put into one table, compared with those of a run, read item by item."""
+"""User columns: combine ids and columns into one table, compare tables, and read single items from Parquet."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -15,24 +15,24 @@ from eigentrace.store.columns import ID, TAKEN
 
 
 def as_columns(columns: Any, ids: Sequence[Any] | None, rows: int) -> pa.Table | None:
-    """Make one table of ids and other columns, and check that it has a row for every example."""
+    """Return one table of ids and columns, checked to have one row per example; None if there are neither."""
     if columns is None and ids is None:
         return None
     table = columns if isinstance(columns, pa.Table) else _table({} if columns is None else columns)
     twice = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
     if twice:
-        raise InputError(f"Two columns are called {twice[0]!r}: give every column a name of its own.")
+        raise InputError(f"Column names must be unique, but {twice[0]!r} is used more than once.")
     if ids is not None and ID in table.column_names:
-        raise InputError(f"The data has ids, and the columns hold {ID!r} too: give one of them.")
+        raise InputError(f"The data has ids, and the columns contain {ID!r} too. Pass only one of them.")
     named = {} if ids is None else {ID: _array(ids, ID)}
     wrong = [name for name, values in (named | _by_name(table)).items() if len(values) != rows]
     if wrong:
         size = len((named | _by_name(table))[wrong[0]])
-        raise InputError(f"Column {wrong[0]!r} has {size} rows for {rows} examples: give one row per example.")
+        raise InputError(f"Column {wrong[0]!r} has {size} rows for {rows} examples. Pass one row per example.")
     table = pa.table(named | _by_name(table))
     taken = sorted(set(TAKEN) & set(table.column_names))
     if taken:
-        raise InputError(f"A run has columns of its own called {', '.join(taken)}: give yours other names.")
+        raise InputError(f"Column names {', '.join(taken)} are reserved for columns of the run. Rename your columns.")
     return table
 
 
@@ -48,7 +48,7 @@ def _table(columns: Any) -> pa.Table:
     arrays = {str(name): _array(values, name) for name, values in columns.items()}
     sizes = {name: len(values) for name, values in arrays.items()}
     if len(set(sizes.values())) > 1:
-        raise InputError(f"The columns have different numbers of rows ({sizes}): give one row per example.")
+        raise InputError(f"The columns have different numbers of rows ({sizes}). Pass one row per example.")
     return pa.table(arrays)
 
 
@@ -58,11 +58,11 @@ def _array(values: Any, name: Any) -> Any:
     try:
         return pa.array(values if isinstance(values, list) else np.asarray(values))
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, ValueError) as error:
-        raise InputError(f"Column {name!r} cannot be stored: {error}. Give numbers or strings.") from None
+        raise InputError(f"Column {name!r} cannot be stored: {error}. Pass numbers or strings.") from None
 
 
 def same_columns(held: pa.Table, asked: pa.Table) -> bool:
-    """Tell whether columns are those that were stored, be it in the nearest type that Parquet has."""
+    """Return whether columns equal the stored ones, after conversion to the types that Parquet stores."""
     if held.column_names != asked.column_names or held.num_rows != asked.num_rows:
         return False
     return all(_same(held.column(name), asked.column(name)) for name in held.column_names)
@@ -76,13 +76,13 @@ def _same(held: pa.ChunkedArray, asked: pa.ChunkedArray) -> bool:
         return False
     if not pa.types.is_floating(held.type) or pa.types.is_float16(held.type):
         return held.equals(asked)
-    # A NaN equals none, not even itself.
+    # NaN does not equal NaN.
     gone = [pc.is_nan(values) for values in (held, asked)]
     return gone[0].equals(gone[1]) and all_but_nan(held).equals(all_but_nan(asked))
 
 
 def first_difference(held: pa.ChunkedArray, asked: pa.ChunkedArray) -> int | None:
-    """Return the first row in which two columns of the same length differ, whatever types they are stored in."""
+    """Return the first row in which two columns of the same length differ, regardless of type; None if equal."""
     held, asked = (_decoded(values) for values in (held, asked))
     try:
         asked = asked if asked.type == held.type else asked.cast(held.type)
@@ -95,7 +95,7 @@ def first_difference(held: pa.ChunkedArray, asked: pa.ChunkedArray) -> int | Non
 
 
 def all_but_nan(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Put nothing where a NaN is."""
+    """Replace NaN by null."""
     return pc.if_else(pc.is_nan(values), None, values)
 
 
@@ -103,22 +103,22 @@ def _decoded(values: pa.ChunkedArray) -> pa.ChunkedArray:
     return values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
 
 
-# Groups of rows that are read together.
+# Maximum number of Parquet row groups read at a time.
 _GROUPS_AT_ONCE = 64
 
 
 class Names:
-    """One column of a Parquet file, of which single items are read without the rest."""
+    """One column of a Parquet file, whose items can be read without the rest of the file."""
 
     def __init__(self, path: Path, column: str) -> None:
         self.path, self.column = path, column
 
     def whole(self) -> np.ndarray:  # (N,)
-        """Read all items."""
+        """Return all items."""
         return pq.read_table(self.path, columns=[self.column]).column(0).to_numpy()
 
     def of(self, rows: np.ndarray) -> np.ndarray:  # (...) -> (...)
-        """Read the items of some rows, in any order and shape; None stands for that of row -1."""
+        """Return the items of the given rows, in any order and shape; None for row -1."""
         flat = rows.reshape(-1)
         wanted = np.unique(flat[flat >= 0])
         group = np.searchsorted(self._ends, wanted, side="right")

@@ -1,4 +1,4 @@
-"""Write a run: what a fit says about every batch, into shards from where an earlier call stopped, and the table."""
+"""Writers of a run: score rows batch by batch, store them in shards, and write the table of all columns."""
 
 import time
 from collections.abc import Generator
@@ -28,31 +28,31 @@ from eigentrace.task.task import Task
 
 Stored = Literal["fp32", "fp16"]
 
-# Rows that a fit without weighted directions scores at a time: at first, at most, and by how much they grow.
+# Rows that a fit without weighted directions scores at a time: at first, at most, and the factor of growth.
 _FIRST_STRETCH, _STRETCH, _GROWTH = 64, 4096, 4
 
 
 def expected_columns(fitted: Fitted) -> list[str]:
-    """Name the columns that scoring with a fit writes."""
+    """Return the names of the columns that scoring with a fit writes."""
     names = ["loss", *(["gradient_norm"] if fitted.terms() else []), "self_influence"]
     return [*names, "label", "prediction", "confidence"] if fitted.task.has_labels else names
 
 
 def held_part(terms: tuple[Term, ...]) -> str:
-    """Say how much of a score the stored features hold."""
-    if not any(term.block.directions.count for term in terms):
+    """Return how much of a score the stored features give: "nothing", "everything" or "kept directions"."""
+    if not any(term.block.rows.count for term in terms):
         return "nothing"
     return "everything" if all(term.block.identity == 0 for term in terms) else "kept directions"
 
 
 def weights_of(terms: tuple[Term, ...]) -> Tensor:  # (K,)
-    """Weigh features for scores of their own: what the identity adds along kept directions is part of theirs."""
+    """Return the weight of each stored feature, including the identity's contribution along its direction."""
     weights = [(term.block.weights + term.block.identity) * term.share for term in terms]
     return torch.cat(weights) if weights else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
 def scored(fitted: Fitted, data: Data, compute: Compute, rows: range, limits: "Limits") -> Generator[dict[str, Tensor]]:
-    """Yield, batch by batch and on the CPU, what is known of the examples: features, norms, scores, classes."""
+    """Yield per batch, on the CPU: losses, squared norms, self-influence, features and classes, by tensor name."""
     terms = fitted.terms()
     if terms:
         return _by_terms(terms, data, compute, rows, "losses")
@@ -60,7 +60,7 @@ def scored(fitted: Fitted, data: Data, compute: Compute, rows: range, limits: "L
 
 
 def measured(fitted: Fitted, queries: Data, compute: Compute) -> dict[str, Tensor]:
-    """Say the same of queries, all at once, by what queries are measured by; scores only where directions give them."""
+    """Return the same tensors for all queries, with measurements as losses; scores only for fits with directions."""
     terms, rows = fitted.terms(), range(len(queries))
     found = _by_terms(terms, queries, compute, rows, "measurements") if terms else _asked_about(fitted, queries)
     parts = list(found)
@@ -70,7 +70,7 @@ def measured(fitted: Fitted, queries: Data, compute: Compute) -> dict[str, Tenso
 def _by_terms(
     terms: tuple[Term, ...], data: Data, compute: Compute, rows: range, what: What
 ) -> Generator[dict[str, Tensor]]:
-    """Score by one pass for each term, side by side."""
+    """Score with one pass per term, all passes in parallel batch by batch."""
     for term in terms:
         check_loss_fingerprint(term.task, data)
     with ExitStack() as stack:
@@ -86,7 +86,7 @@ def _by_terms(
 
 
 def _job(task: Task, term: Term, what: What, compute: Compute, is_first: bool) -> Job:
-    """Make the job of a term; the first one's pass gives the outputs too, if it is taken at the model's own weights."""
+    """Return the job of a term; that of the first term also returns model outputs, if at the model's own weights."""
     outputs = is_first and task.has_labels and term.block.state is None
     return Job.of(task, what, term.block.directions, norms=True, compute=compute, outputs=outputs)
 
@@ -111,7 +111,7 @@ def _digest(batch: Batch) -> dict[str, Tensor]:
 
 
 def _described(term: Term, batch: Batch, outputs: Tensor | None, compute: Compute) -> dict[str, Tensor]:
-    """Say what the model itself makes of the examples: classes, and the loss where features are taken elsewhere."""
+    """Return classes, and the loss if features are computed at other weights, both at the model's own weights."""
     task = _in_precision(term.task, compute)
     if not task.has_labels and term.block.state is None:
         return {}
@@ -125,7 +125,7 @@ def _described(term: Term, batch: Batch, outputs: Tensor | None, compute: Comput
 
 
 def _in_precision(task: Task, compute: Compute) -> Task:
-    """Return the task as the passes of a run evaluate it: everything in a run is of one precision."""
+    """Return the task in the precision of the run, so that all values of a run have one precision."""
     return task.in_bf16() if compute.precision == "bf16" else task
 
 
@@ -138,9 +138,9 @@ def _losses_and_outputs(task: Task, values: Any) -> tuple[Tensor, Any]:
 def _by_scores(
     fitted: Fitted, data: Data, compute: Compute, rows: range, limits: "Limits"
 ) -> Generator[dict[str, Tensor]]:
-    """Score by what the fit itself says of a stretch of rows, with the loss and the classes beside it.
+    """Score with the fit's `scores_of_rows`, a range of rows at a time, and add losses and classes.
 
-    Of a stretch all is lost if it is interrupted: it is short at first, and grows to what a shard may take.
+    An interrupted range is lost entirely, so ranges are short at first and grow to what fits the limits of a shard.
     """
     start, size = rows.start, _FIRST_STRETCH if data.is_seekable else max(1, len(rows))
     while start < rows.stop:
@@ -166,7 +166,7 @@ def _stretch_of(fitted: Fitted, data: Data, compute: Compute, stretch: range) ->
 
 
 def _asked_about(fitted: Fitted, queries: Data) -> Generator[dict[str, Tensor]]:
-    """Say of queries what is known without scores: what they measure, and their classes."""
+    """Yield measurements, as losses, and classes of queries; there are no scores without directions."""
     task = fitted.task
     with task.session():
         for batch in queries.batches(digests=True):
@@ -183,7 +183,7 @@ def _classes(task: Task, values: Any, outputs: Any) -> dict[str, Tensor]:
     if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(labels) or outputs.shape[1] < 2:
         raise TaskError(
             f"A task with `labels` must have one output per class, shape ({len(labels)}, classes) for this batch, got "
-            f"{shape}. Leave `labels` out, or give two outputs for two classes."
+            f"{shape}. Omit `labels`, or return two outputs for two classes."
         )
     confidence, prediction = outputs.float().softmax(dim=1).max(dim=1)
     return {"label": labels, "prediction": prediction, "confidence": confidence}
@@ -191,7 +191,7 @@ def _classes(task: Task, values: Any, outputs: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Limits:
-    """When a shard ends, what is written to it, and in which type features are."""
+    """The limits of a shard in rows and seconds, the columns to write, and the type of its features."""
 
     rows: int
     seconds: float
@@ -201,7 +201,7 @@ class Limits:
 
 @dataclass
 class _Open:
-    """A shard that is being filled."""
+    """A shard in memory, to which batches are added until it is written."""
 
     start: int
     began: float = field(default_factory=time.monotonic)
@@ -216,13 +216,13 @@ class _Open:
         return self.rows >= limits.rows or time.monotonic() - self.began >= limits.seconds
 
     def close(self, folder: Folder) -> None:
-        # Digests end with the first example that has none.
+        # Batches without digests lack that tensor: the shard then stores none.
         names = [name for name in self.parts[0] if all(name in part for part in self.parts)]
         folder.record.add(self.start, {name: torch.cat([part[name] for part in self.parts]) for name in names})
 
 
 def fill(folder: Folder, fitted: Fitted, data: Data, rows: range, compute: Compute, limits: Limits) -> None:
-    """Score a stretch of rows that no shard holds; whatever ends it, what was scored is kept."""
+    """Score missing rows into shards; rows that are scored before an exception are stored too."""
     shard = _Open(rows.start)
     try:
         with closing(scored(fitted, data, compute, rows, limits)) as parts:
@@ -237,9 +237,9 @@ def fill(folder: Folder, fitted: Fitted, data: Data, rows: range, compute: Compu
 
 
 def _stored(part: dict[str, Tensor], first: int, limits: Limits) -> dict[str, Tensor]:
-    """Keep the columns of the run, and give features the type they are stored in, which must be able to hold them."""
+    """Select the run's columns and convert features to their stored type; raise NumericalError if too large for it."""
     kept = {column.stored_as: part[column.stored_as] for column in limits.columns}
-    # Readers know no bfloat16.
+    # NumPy, which reads shards, has no bfloat16.
     kept = {name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in kept.items()}
     kept |= {DIGEST: part[DIGEST]} if DIGEST in part else {}
     if FEATURES not in part:
@@ -248,8 +248,8 @@ def _stored(part: dict[str, Tensor], first: int, limits: Limits) -> dict[str, Te
     bad = (~single.isfinite()).any(dim=1).nonzero().flatten()
     if len(bad):
         raise NumericalError(
-            f"The features of row {first + int(bad[0])} are too large for float32, in which they are read back. Look "
-            "at that example, or fit on a loss or inputs of smaller size."
+            f"The features of row {first + int(bad[0])} overflow float32. Inspect that example, or scale the loss or "
+            "the inputs down and fit again."
         )
     if limits.features == "fp32":
         return kept | {FEATURES: single}
@@ -257,12 +257,12 @@ def _stored(part: dict[str, Tensor], first: int, limits: Limits) -> dict[str, Te
     return kept | {FEATURES: features, EXPONENTS: exponents}
 
 
-# Rows of a group in the table, and of the user's columns that are read at a time.
+# Rows per row group of the table, and of the user's columns read at a time.
 _GROUP_ROWS = 1 << 18
 
 
 def write_table(folder: Folder) -> None:
-    """Write the table of a run whose shards are all there, shard by shard."""
+    """Write the table of a complete run, shard by shard."""
     reader, pieces = RunReader(folder), _Pieces(folder)
     with replacing(folder.table_file) as partial:
         writer: pq.ParquetWriter | None = None
@@ -281,7 +281,7 @@ def write_table(folder: Folder) -> None:
 
 
 class _Pieces:
-    """Hands out the user's columns in pieces of the sizes asked for, and holds little more than one of them."""
+    """The user's columns, read in consecutive pieces of given sizes with little more than one piece in memory."""
 
     def __init__(self, folder: Folder) -> None:
         self.file = pq.ParquetFile(folder.columns_file) if folder.columns_file.exists() else None
