@@ -1,1 +1,1 @@
-"""Score a corpus into a run, and ask it: rankings, explanations, groups."""
+"""Runs: scoring a corpus, and rankings, explanations and group statistics of the scores."""

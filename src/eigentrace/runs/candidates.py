@@ -1,4 +1,4 @@
-"""Who may answer a question about a run: the strongest by the features that it stores, which are read once."""
+"""Selection of candidate examples for queries, in one pass over the stored features of a run."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,16 +16,16 @@ from eigentrace.numeric.top_k import Ranked, Scale, search
 from eigentrace.store.reader import RunReader
 
 MayAnswer = Callable[[int, int], Tensor | None] | None
-"""Tells for n rows from a first one which may answer which query, (Q, n); None, or giving None, if all may."""
+"""Returns for (first row, n) a mask (Q, n) of the rows eligible for each query; None, or returning None, for all."""
 
-# Tails of two examples are taken to be this much alike when candidates are named. Measured cosines spread by .05 to .2.
+# Assumed cosine between the tails of two gradients when candidates are selected. Measured ones spread by .05 to .2.
 _ALIKE = 0.1
-_LEAST = 1e-30  # the score of an example without a gradient is 0
+_LEAST = 1e-30  # prevents division by zero: an example without a gradient gets the score 0
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Queries, and what is known of them."""
+    """Queries, with their features, labels and digests where available."""
 
     count: int
     rows: np.ndarray | None  # (Q,) if they are rows of the run
@@ -38,10 +38,10 @@ class Asked:
 
 
 def by_features(run: RunReader, asked: Asked, k: int, allowed: MayAnswer, normalize: Normalize, device: Any) -> Ranked:
-    """Rank by stored features alone.
+    """Return the top k examples of each query, scored by stored features only.
 
-    Where they lack the tail, gradients are normalised without it too: by their length along the kept directions, or in
-    the metric there, so that an example is as close to itself as can be.
+    If the features lack the tail, gradients are normalised without it too: by their length, or their length in the
+    metric, within the kept directions.
     """
     phi: Tensor = asked.features  # type: ignore[assignment]
     weighted = phi.double() * run.weights
@@ -64,7 +64,7 @@ def by_features(run: RunReader, asked: Asked, k: int, allowed: MayAnswer, normal
 
 
 class _Passing:
-    """One number per row, kept from when a chunk is read until the search has passed it."""
+    """A sliding window over one number per row, from when a chunk is read until the search has passed it."""
 
     def __init__(self) -> None:
         self.held: deque[tuple[int, Tensor]] = deque()
@@ -73,7 +73,7 @@ class _Passing:
         self.held.append((first, values))
 
     def of(self, first: int, count: int) -> Tensor:  # (n,)
-        """Return the numbers of n rows from a first one on; earlier ones are not asked for again."""
+        """Return the numbers of rows `first` to `first + count`, and forget earlier rows."""
         while self.held[0][0] + len(self.held[0][1]) <= first:
             self.held.popleft()
         start, values = self.held[0][0], torch.cat([part for _, part in self.held])
@@ -83,10 +83,11 @@ class _Passing:
 def candidates(
     run: RunReader, asked: Asked, half: int, allowed: MayAnswer, normalize: Normalize, device: Any
 ) -> Tensor:  # (Q, 2·half), -1 where there are fewer
-    """Name those whose scores by the model may be among the strongest: so many proponents, and as many opponents.
+    """Return the rows of `half` candidate proponents and `half` candidate opponents per query, to be rescored.
 
-    What the tail of two gradients adds is at most √(t(x)·t(z)), t being the part of self-influence that features do not
-    hold. A tenth of it is credited, to either side: large tails would be overlooked without, and rule with all of it.
+    The tail of two gradients contributes at most √(t(x)·t(z)) to their score, where t is the part of self-influence
+    that the features do not contain. A tenth of this bound is added on either side: without it, examples with large
+    tails would be missed, and with all of it they would dominate.
     """
     if run.holds_everything:
         found = by_features(run, asked, half, allowed, normalize, device)
@@ -118,7 +119,7 @@ def candidates(
 
 
 def _whole_sizes(run: RunReader, asked: Asked, normalize: Normalize) -> tuple[Tensor, Scale]:  # (Q, 1)
-    """Return by what scores are divided that are normalised with all there is: of queries, and of examples."""
+    """Return the norms that scores are divided by, tail included: of queries, and a function for examples."""
     if normalize == "gradient":
         of_queries = torch.from_numpy(asked.square_norms)
         return _root(of_queries)[:, None], lambda first, count: _lengths(run, first, count)
@@ -140,5 +141,8 @@ def _squares(features: Tensor, metric: Tensor) -> Tensor:  # (n, K), (K,) -> (n,
 
 def _root(squares: Tensor) -> Tensor:
     if (squares < 0).any():
-        raise UnsupportedError("Self-influence is negative for some examples, so it gives no cosine: use 'gradient'.")
+        raise UnsupportedError(
+            "normalize='metric' needs non-negative self-influence, but some examples have a negative one. Use "
+            "normalize='gradient'."
+        )
     return squares.double().sqrt().clamp_min(_LEAST)

@@ -1,4 +1,4 @@
-"""Who is responsible: the strongest proponents and opponents of queries, by stored features, exactly where possible."""
+"""Search for the strongest proponents and opponents of queries, by stored features or exact scores."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,19 +23,20 @@ from eigentrace.store.write import measured
 
 Exclude = Literal["self", "duplicates"] | None
 EXACT, RESCORED, STORED, KEPT = "exact", "rescored", "stored tail", "kept directions only"
-# Candidates per query unless told, and how many times what is asked for on one side they are at least. Twice as many
-# are not worth a choice: everybody is scored.
+# Default number of candidates per query, and its minimum as a multiple of k. If at most twice as many examples are
+# eligible, all of them are scored.
 _SHORTLIST, _TIMES = 2000, 20
-# Queries whose shortlists are scored together, and scores by the model that are held at a time.
+# Number of queries whose shortlists are scored together, and of exact scores in memory at a time.
 _TOGETHER, _SCORES = 64, 2**24
-_ROWS = 65_536  # whose leave to answer is looked at together
+_ROWS = 65_536  # rows whose eligibility is evaluated at a time
 
 
 @dataclass(frozen=True)
 class Side:
-    """The k strongest on one side of each query, strongest first.
+    """The top k proponents, or the top k opponents, of each query, strongest first.
 
-    Where fewer were allowed, row, label and prediction are -1, the score NaN and the id None.
+    If fewer than k examples are eligible, the remaining entries are -1 (row, label, prediction), NaN (score) and None
+    (id).
     """
 
     rows: np.ndarray  # (Q, k)
@@ -47,27 +48,28 @@ class Side:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What speaks for and against each query."""
+    """The top k proponents and opponents of each query, and how they were scored."""
 
     proponents: Side
-    """The highest scores first."""
+    """Highest scores first."""
     opponents: Side
-    """The lowest first: above zero where fewer than k examples speak against the query."""
+    """Lowest scores first; scores are positive where fewer than k examples have a negative one."""
     how: str
-    """"exact": nobody stronger was overlooked; "rescored": the scores are exact, but of a shortlist only; "stored
-    tail": by features that stand for the tail; or "kept directions only": without any tail."""
+    """"exact": every eligible example was scored exactly; "rescored": the scores are exact, but only candidates were
+    scored; "stored tail": scores from stored features that approximate the tail; "kept directions only": scores from
+    stored features without the tail."""
     unit: str | None
-    """"nats", the predicted rise of the query's loss without the example; "cosine" in the metric; else None."""
+    """"nats", the predicted increase of the query's loss without the example; "cosine" in the metric; else None."""
     shortlist: int | None = None
-    """Candidates per query that were scored again, where that was not everybody."""
+    """Number of candidates per query that were rescored; None if no shortlist was used."""
 
     @property
     def told(self) -> str:
-        """How, for people to read."""
+        """How the examples were scored, as text: `how`, or the size of the shortlist."""
         return self.how if self.shortlist is None else f"exact scores of a shortlist of {self.shortlist:,}"
 
     def table(self) -> pa.Table:
-        """Return one row per query and answer."""
+        """Return a table with one row per query and proponent or opponent."""
         parts: dict[str, list[np.ndarray]] = {}
         for name, side in (("proponent", self.proponents), ("opponent", self.opponents)):
             queries, k = side.rows.shape
@@ -115,25 +117,25 @@ def explain(
     shortlist: int | None = None,
     device: Any = None,
 ) -> Explanation:
-    """Find the k strongest proponents and opponents of each query.
+    """Return the top k proponents and opponents of each query.
 
     Args:
         run: A complete run.
-        queries: Rows of the run (a number or several), which need no model; or new examples, which do.
-        k: How many on either side.
-        fitted: The fit, where the model is at hand.
-        data: The examples that were scored, where they are at hand.
-        normalize: None, "gradient" (gradients of length one) or "metric" (cosine in the metric of the curvature):
-            without it, examples with large gradients answer every question.
+        queries: One or more row numbers of the run, which need no model, or new examples, which need the model.
+        k: Number of proponents, and of opponents, per query.
+        fitted: The fit, needed for new examples and for exact scores.
+        data: The examples that were scored, needed for exact scores.
+        normalize: None, "gradient" (gradients scaled to length 1) or "metric" (cosine in the metric of the curvature).
+            With None, examples with large gradients rank high for every query.
         same_label: Consider only examples with the query's own label.
-        top_labels: Consider only examples whose label is among the query's so many most probable, as the paper does.
-        exclude: "self" leaves the query's own row out, "duplicates" all examples of the same content too, None nobody.
-        rescore: Score candidates again by the model, with the whole tail; None does so wherever model and data are at
-            hand and features hold less than that.
-        shortlist: Candidates per query that are scored again, half of them on either side; everybody who may answer,
-            where there are no more than that. If None 2,000, at least 20·k, and everybody where there are no more than
-            twice as many.
-        device: Where products are computed; the CPU if None.
+        top_labels: Consider only examples with one of this many most probable labels of the query, as in the paper.
+        exclude: "self" excludes the query's own row, "duplicates" also all its exact duplicates, None nothing.
+        rescore: Rescore candidates exactly with the model, including the whole tail. If None, rescore if `fitted` and
+            `data` are given and stored features do not give exact scores.
+        shortlist: Number of candidates per query to rescore, half of them proponents and half opponents; if no more
+            examples are eligible, all of them are scored. If None, max(2,000, 20·k), and all eligible examples are
+            scored if there are at most twice as many.
+        device: Device of the feature products; the CPU if None.
     """
     _check(k, shortlist, normalize, exclude)
     run.check_complete()
@@ -173,8 +175,8 @@ def _asked(run: RunReader, queries: Any, fitted: Fitted | None, data: Data | Non
         return _asked_rows(run, np.atleast_1d(np.asarray(queries, dtype=np.int64)), data)
     if fitted is None:
         raise InputError(
-            "New examples need the model: open the run with eigentrace.open_run(path, task, data), or ask about rows "
-            "of the run by their numbers."
+            "New examples as queries need the model. Open the run with eigentrace.open_run(path, task, data), or pass "
+            "row numbers of the run."
         )
     given = as_data(queries)
     found = measured(fitted, given, Compute(precision=run.manifest["compute"]["precision"]))
@@ -198,7 +200,7 @@ def _asked_rows(run: RunReader, rows: np.ndarray, data: Data | None) -> Asked:
     def known(name: str) -> np.ndarray | None:
         return run.column(name, rows) if name in run.columns else None
 
-    own = known("self_influence")  # a row that is not there is refused here
+    own = known("self_influence")  # raises InputError for rows that are not in the run
     norms = known("gradient_norm")
     return Asked(
         count=len(rows),
@@ -214,7 +216,7 @@ def _asked_rows(run: RunReader, rows: np.ndarray, data: Data | None) -> Asked:
 
 @dataclass(frozen=True)
 class _Model:
-    """What scores examples exactly."""
+    """A fit, its training data and settings, which score examples exactly."""
 
     fitted: Fitted
     data: Data
@@ -222,7 +224,7 @@ class _Model:
     normalize: Normalize
 
     def scores(self, asked: Data, rows: np.ndarray) -> Tensor:  # (n,) -> (Q, n)
-        """Score rows of the data for queries, with the whole tail."""
+        """Return the exact scores of rows of the data for queries, tail included."""
         train = self.data.take(rows)
         return self.fitted.influence(train, asked, normalize=self.normalize, compute=self.compute)
 
@@ -230,11 +232,11 @@ class _Model:
 def _model(
     run: RunReader, fitted: Fitted | None, data: Data | None, wanted: bool | None, normalize: Normalize
 ) -> _Model | None:
-    """Return what scores exactly, if it is at hand and wanted; None where stored features are to answer."""
+    """Return the model for exact scores if it is available and wanted; None if stored features are to be used."""
     if fitted is None or data is None:
         _check_answerable(run, wanted, normalize)
         return None
-    # Members of an ensemble have gradients of their own, and the run holds the length of one of them.
+    # Each member of an ensemble has its own gradients, and the run stores the gradient norm of only one member.
     many_lengths = normalize == "gradient" and _is_ensemble(run)
     if wanted is False and many_lengths:
         raise UnsupportedError(_MANY_LENGTHS)
@@ -245,11 +247,11 @@ def _model(
 
 
 def _check_answerable(run: RunReader, wanted: bool | None, normalize: Normalize) -> None:
-    """Stop if stored features cannot answer, where they are all there is."""
+    """Raise an error if the query cannot be answered from stored features alone."""
     if wanted:
         raise InputError(
-            "Scoring a shortlist again needs the model and the data: open the run with eigentrace.open_run(path, task, "
-            "data), or use rescore=False."
+            "rescore=True needs the model and the data. Open the run with eigentrace.open_run(path, task, data), or "
+            "use rescore=False."
         )
     _check_features(run)
     if normalize == "gradient" and _is_ensemble(run):
@@ -259,17 +261,17 @@ def _check_answerable(run: RunReader, wanted: bool | None, normalize: Normalize)
 def _check_features(run: RunReader) -> None:
     name = run.manifest["method"]["name"]
     if not run.scores_pairs:
-        raise UnsupportedError(f"{name} scores single examples, not pairs, and stores no features: there is no answer.")
+        raise UnsupportedError(f"{name} scores single examples, not pairs: it has no proponents or opponents.")
     if not run.num_features:
         raise UnsupportedError(
-            f"{name} stores no features, so its scores need the model and the data: open the run with "
-            "eigentrace.open_run(path, task, data), or ask with --exact on the command line."
+            f"{name} stores no features, so its scores need the model and the data. Open the run with "
+            "eigentrace.open_run(path, task, data), or use --exact on the command line."
         )
 
 
 _MANY_LENGTHS = (
-    "Gradients of each member of an ensemble are normalised by themselves, which needs the model and the data: "
-    "open the run with eigentrace.open_run(path, task, data) and let it rescore, or use normalize='metric'."
+    "normalize='gradient' of an ensemble normalises the gradients of each member, which needs the model and the data. "
+    "Open the run with eigentrace.open_run(path, task, data) and do not pass rescore=False, or use normalize='metric'."
 )
 
 
@@ -278,14 +280,14 @@ def _is_ensemble(run: RunReader) -> bool:
 
 
 def _how(run: RunReader) -> str:
-    """Say how much of the score the stored features alone can give."""
+    """Return which value of `Explanation.how` applies to scores from stored features alone."""
     if not run.holds_everything:
         return KEPT
     return STORED if run.manifest["method"].get("cut", {}).get("stored") else EXACT
 
 
 def _most_answers(run: RunReader, allowed: MayAnswer, enough: int) -> int:
-    """Count the examples that the freest query may be answered by, where they may be as few as that."""
+    """Return the largest number of eligible examples of any query; not counted if there are at most `enough` rows."""
     if allowed is None or run.num_rows <= enough:
         return run.num_rows
     counts: Tensor | int = 0
@@ -297,12 +299,15 @@ def _most_answers(run: RunReader, allowed: MayAnswer, enough: int) -> int:
 
 
 def _allowed(run: RunReader, asked: Asked, classes: Tensor | None, exclude: Exclude) -> MayAnswer:
-    """Make the rule that says which examples a query may be answered by; it reads what it needs of the rows at hand."""
+    """Return the function that masks the examples eligible for each query; it reads labels and digests on demand."""
     own = None if asked.rows is None or exclude is None else asked.rows
     digests = None
     if exclude == "duplicates":
         if not run.has_digests or asked.digests is None:
-            raise UnsupportedError("The examples hold objects without a digest, so duplicates are not known.")
+            raise UnsupportedError(
+                "exclude='duplicates' needs a digest of every example, but some contain objects without one. Use "
+                "exclude='self'."
+            )
         digests = torch.from_numpy(asked.digests)[:, None]
     if classes is None and own is None and digests is None:
         return None
@@ -328,18 +333,20 @@ def _allowed(run: RunReader, asked: Asked, classes: Tensor | None, exclude: Excl
 def _classes(
     run: RunReader, asked: Asked, fitted: Fitted | None, same_label: bool, top_labels: int | None
 ) -> Tensor | None:  # (Q, c)
-    """Return the classes whose examples may answer each query; None if all may."""
+    """Return the classes whose examples are eligible for each query; None if all are."""
     if not same_label and top_labels is None:
         return None
     if same_label and top_labels is not None:
-        raise InputError("same_label and top_labels exclude each other: give one of them.")
+        raise InputError("same_label and top_labels cannot be combined. Pass only one of them.")
     if "label" not in run.columns:
-        raise UnsupportedError("The task of this run has no classes, so answers cannot be restricted to some.")
+        raise UnsupportedError("same_label and top_labels need a task with labels, but the run has no column 'label'.")
     if same_label:
         return torch.from_numpy(asked.labels)[:, None]
     check_counts(1, top_labels=top_labels)
     if fitted is None or asked.data is None:
-        raise InputError("top_labels needs the model and the queries' data: eigentrace.open_run(path, task, data).")
+        raise InputError(
+            "top_labels needs the model and the data. Open the run with eigentrace.open_run(path, task, data)."
+        )
     task, found = fitted.task, []
     with task.session():
         for batch in asked.data.batches():
@@ -349,14 +356,14 @@ def _classes(
 
 
 def _places(asked: Asked) -> Tensor:  # (Q,)
-    """Return where each query is in its data, which holds rows that are asked about twice, or out of order, once."""
+    """Return the position of each query in `asked.data`, in which the queries' rows are sorted and unique."""
     if asked.rows is None:
         return torch.arange(asked.count)
     return torch.from_numpy(np.unique(asked.rows, return_inverse=True)[1])
 
 
 def _rescored(model: _Model, asked: Asked, lists: Tensor, k: int) -> Ranked:
-    """Rank each query's shortlist by exact scores; no query sees another's list."""
+    """Rank each query's own shortlist by exact scores."""
     lists = lists.sort(dim=1).values
     lists[:, 1:] = lists[:, 1:].masked_fill(lists[:, 1:] == lists[:, :-1], -1)
     places = _places(asked)
@@ -374,7 +381,7 @@ def _rescored(model: _Model, asked: Asked, lists: Tensor, k: int) -> Ranked:
 
 
 def _by_gradients(model: _Model, asked: Asked, k: int, allowed: MayAnswer) -> Ranked:
-    """Score everybody who may answer by the model, a stretch of rows at a time."""
+    """Rank all eligible examples by exact scores, computed for one range of rows at a time."""
     places, step, total = _places(asked), max(1, _SCORES // asked.count), len(model.data)
     nobody = torch.full((asked.count, k), -1), torch.full((asked.count, k), torch.nan, dtype=torch.float64)
     best = Ranked(*nobody, *nobody)

@@ -1,4 +1,4 @@
-"""Sums by group: which source, language or annotator the influential and the suspicious examples come from."""
+"""Statistics of scores by group, such as source, language or annotator."""
 
 from typing import Any
 
@@ -8,38 +8,39 @@ import pyarrow as pa
 from eigentrace.errors import InputError
 from eigentrace.runs.ranking import Amounts, Table, as_numbers, ranks_of, scores_of, tell_unscored
 
-# The share of rows that counts as the top.
+# The share of rows that counts as the top of self-influence.
 _TOP = "5%"
 
 
 def groups(run: Table, column: str, influence: Any = None) -> pa.Table:
-    """Add up scores over the rows that share a value of a column, the largest sum first.
+    """Return sums and means of scores per value of a column, the group with the largest sum first.
 
     Args:
-        run: The run, or anything with its columns.
-        column: The column that names each row's group; rows without a value form a group of their own, null.
-        influence: Scores of all rows for one query (N,) or for several (Q, N), to be added up as well.
+        run: The run, or any object with its columns.
+        column: The column of group names; rows without a value form the group null.
+        influence: Scores of all rows for one query (N,) or for several (Q, N), which are summed too.
 
     Returns:
         A table with one row per group:
 
         - `group`, `count`
-        - `sum_self_influence`, `mean_self_influence`, `median_self_influence`: over the rows that have one
+        - `sum_self_influence`, `mean_self_influence`, `median_self_influence`: without NaN
         - `mean_loss`, if the run has losses
         - `top_share`: the share of the group's rows that are among the top 5% of self-influence, .05 by chance
-        - `sum_influence`, if given: over all rows of the group and all queries; sorted by it then
+        - `sum_influence`, if `influence` is given: the sum over the group's rows and all queries, which determines the
+          order of groups then
         - `influence`, if given for several queries: one sum per query
 
-        Groups of equal sum come in the order of their first rows.
+        Groups with equal sums are in the order of their first rows.
     """
     if column not in run.columns:
-        raise InputError(f"The run has no column {column!r}. It has {', '.join(run.columns)}.")
+        raise InputError(f"The run has no column {column!r}. Its columns are {', '.join(run.columns)}.")
     names, codes = _encoded(run.column(column), column)
     if len(codes) != run.num_rows:
         raise InputError(f"Column {column!r} has {len(codes):,} values for {run.num_rows:,} rows.")
     total = len(names)
     own = scores_of(run, "self_influence")[1]
-    tell_unscored(own, "self_influence", "they are counted, and left out of sums, means and medians")
+    tell_unscored(own, "self_influence", "they are counted, but excluded from sums, means and medians")
     sums, means = _sums(codes, own, total)
     top = ranks_of(own)
     limit = Amounts.of("top", _TOP).counts(np.array([len(own)]))[0]
@@ -64,7 +65,9 @@ def _encoded(values: Any, column: str) -> tuple[pa.Array, np.ndarray]:  # (G,), 
     try:
         array = values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values, from_pandas=True)
     except pa.ArrowException as error:
-        raise InputError(f"Column {column!r} holds values of several kinds and cannot name groups ({error}).") from None
+        raise InputError(
+            f"Column {column!r} contains values of several types and cannot define groups ({error})."
+        ) from None
     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
     encoded = array.dictionary_encode(null_encoding="encode")
@@ -72,7 +75,7 @@ def _encoded(values: Any, column: str) -> tuple[pa.Array, np.ndarray]:  # (G,), 
 
 
 def _sums(codes: np.ndarray, values: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:  # (G,) x 2
-    """Add up and average each group's values; those that are NaN are left out, and a group of nothing else is NaN."""
+    """Return the sum and the mean of each group's values without NaN; the mean of a group without values is NaN."""
     there = ~np.isnan(values)
     sums = np.bincount(codes[there], weights=values[there], minlength=total)
     counts = np.bincount(codes[there], minlength=total)
@@ -92,7 +95,7 @@ def _medians(codes: np.ndarray, values: np.ndarray, total: int) -> np.ndarray:  
 
 
 def _influences(codes: np.ndarray, influence: Any, total: int) -> dict[str, Any]:
-    """Add up the scores of every query, one query at a time."""
+    """Return the sum of each group's scores over all queries, and for several queries also per query."""
     shape = tuple(np.shape(influence))
     if len(shape) not in (1, 2) or shape[-1] != len(codes):
         raise InputError(f"influence must have shape ({len(codes)},) or (queries, {len(codes)}), got {shape}.")

@@ -1,4 +1,4 @@
-"""Rank the examples of a run by one number each: the highest, ranks, shares."""
+"""Rankings of examples by one score each, and parsing of amounts such as "5%" or 300 rows."""
 
 import math
 import warnings
@@ -24,7 +24,7 @@ By = str | np.ndarray | Sequence[float]
 
 
 class Table(Protocol):
-    """What decisions are made from: a run, or anything with columns of N values."""
+    """A run, or any object with columns of N values."""
 
     @property
     def num_rows(self) -> int:
@@ -32,7 +32,7 @@ class Table(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns there are."""
+        """Names of the columns."""
 
     @property
     def ids(self) -> Any:
@@ -44,14 +44,14 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Ranking:
-    """One number per example, and the examples in the order of it."""
+    """One number per example, with methods that return the highest ones and quantiles."""
 
     values: np.ndarray  # (N,)
     names: "Names | None" = None
 
     @cached_property
     def ids(self) -> np.ndarray | None:  # (N,)
-        """The user's name for each example, if there are any."""
+        """The id of each example, or None if the data has no ids."""
         return None if self.names is None else self.names.whole()
 
     @property
@@ -60,24 +60,24 @@ class Ranking:
         return np.arange(len(self.values))
 
     def top(self, n: int = 20) -> "Top":
-        """Return the n highest, the highest first; equal ones in row order."""
+        """Return the n highest values, the highest first; ties are in row order."""
         check_counts(1, n=n)
         n = min(n, len(self.values))
         order = np.where(np.isnan(self.values), -np.inf, self.values)
-        # Only a few of many are asked for: sort no more than may be among them.
+        # n is usually small: partition first, and sort only values that can be among the highest n.
         bound = np.partition(order, len(order) - n)[len(order) - n]
         candidates = np.flatnonzero(order >= bound)
         rows = candidates[np.argsort(-order[candidates], kind="stable")][:n]
         return Top(rows, self.values[rows], None if self.names is None else self.names.of(rows))
 
     def quantile(self, q: Any) -> Any:
-        """Return the value below which a share q of the examples lies."""
+        """Return the q-th quantile of the values (q from 0 to 1), without NaN."""
         return np.nanquantile(self.values, q)
 
 
 @dataclass(frozen=True)
 class Top:
-    """The first of a ranking."""
+    """The highest values of a ranking, with their rows and ids."""
 
     rows: np.ndarray  # (n,)
     scores: np.ndarray  # (n,)
@@ -93,7 +93,7 @@ class Top:
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much of the data was asked for: a share of it, or a number of rows."""
+    """An amount of data: a share of the rows, or a number of rows."""
 
     name: str
     written: str
@@ -105,12 +105,12 @@ class Amounts:
 
     @property
     def drops(self) -> bool:
-        """Tell whether it counts what goes, and not what stays."""
+        """Return whether the amount is of rows to drop rather than rows to keep."""
         return self.name != "keep"
 
     @staticmethod
     def of(name: str, value: Any) -> "Amounts":
-        """Read "5%", 0.05, 300 or their strings."""
+        """Parse "5%", 0.05, 300 or their strings."""
         text = str(value).strip()
         number = text.removesuffix("%").strip()
         if isinstance(value, bool) or not isinstance(value, str | Real):
@@ -120,7 +120,7 @@ class Amounts:
                 raise _wrong(name, value)
             return Amounts(name, f"{int(number):,} rows", None, int(number))
         try:
-            # 0.145 means the decimal that was written, and not the binary number next to it.
+            # 0.145 is taken as the exact decimal, not as the nearest binary number.
             share = Fraction(number) / (100 if text != number else 1)
         except ValueError:
             raise _wrong(name, value) from None
@@ -129,10 +129,10 @@ class Amounts:
         return Amounts(name, f"{float(share * 100):.12g}%", share)
 
     def counts(self, sizes: np.ndarray) -> np.ndarray:  # (c,) -> (c,)
-        """Return how many rows it is of groups of the given sizes: shares rounded to the nearest, halves up."""
+        """Return the number of rows in each group of the given sizes; shares are rounded half up."""
         if self.share is None:
             if self.count > sizes.sum():
-                raise InputError(f"{self.name}={self.count} asks for more than the {sizes.sum():,} rows there are.")
+                raise InputError(f"{self.name} must be at most the number of rows, {sizes.sum():,}, got {self.count}.")
             return np.array([self.count])
         return np.array([math.floor(self.share * int(size) + Fraction(1, 2)) for size in sizes], dtype=np.int64)
 
@@ -144,10 +144,10 @@ def _wrong(name: str, value: Any) -> InputError:
 
 
 def scores_of(run: Table, by: By) -> tuple[str, np.ndarray]:  # (N,) float64
-    """Return the name and the numbers of a score: a column of the run, or numbers as they are."""
+    """Return the name and the values of a score, which is a column of the run or an array of numbers."""
     if isinstance(by, str):
         if by not in run.columns:
-            raise InputError(f"The run has no column {by!r}. It has {', '.join(run.columns)}.")
+            raise InputError(f"The run has no column {by!r}. Its columns are {', '.join(run.columns)}.")
         name, values = by, as_numbers(run.column(by), by)
     else:
         name, values = "score", as_numbers(by, "by")
@@ -157,18 +157,18 @@ def scores_of(run: Table, by: By) -> tuple[str, np.ndarray]:  # (N,) float64
 
 
 def as_numbers(values: Any, name: str) -> np.ndarray:
-    """Return numbers as float64, whatever holds them; None becomes NaN, and text is refused."""
+    """Return a sequence, array or tensor of numbers as float64, None as NaN; raise InputError for anything else."""
     if hasattr(values, "detach"):  # a tensor, on any device and of any type
         values = values.detach().cpu().double().numpy()
     values = np.asarray(values)
     is_mixed = values.dtype.kind == "O" and not all(value is None or isinstance(value, Real) for value in values.flat)
     if is_mixed or values.dtype.kind not in "biufO":
-        raise InputError(f"{name} holds {'text or objects' if is_mixed else values.dtype}, and not numbers alone.")
+        raise InputError(f"{name} must contain only numbers, got {'text or objects' if is_mixed else values.dtype}.")
     return values.astype(np.float64, copy=False)
 
 
 def whole_numbers(run: Table, name: str) -> np.ndarray | None:  # (N,) int64
-    """Return a column of class numbers, -1 where one is missing; None if the run has no such column."""
+    """Return a column of class numbers, with -1 for missing ones; None if the run has no such column."""
     if name not in run.columns:
         return None
     values = np.asarray(run.column(name))
@@ -178,7 +178,7 @@ def whole_numbers(run: Table, name: str) -> np.ndarray | None:  # (N,) int64
 
 
 def ranks_of(scores: np.ndarray, *, lowest: bool = False) -> np.ndarray:  # (N,) -> (N,) int64
-    """Rank scores from 1, the highest first (or the lowest), equal ones in the order of their rows; 0 for NaN."""
+    """Return ranks from 1, the highest score first (or the lowest), ties in row order; 0 for NaN."""
     order = np.argsort(scores if lowest else -scores, kind="stable")  # NaN last
     ranks = np.empty(len(scores), dtype=np.int64)
     ranks[order] = np.arange(1, len(scores) + 1)
@@ -187,7 +187,7 @@ def ranks_of(scores: np.ndarray, *, lowest: bool = False) -> np.ndarray:  # (N,)
 
 
 def tell_unscored(scores: np.ndarray, name: str, outcome: str) -> None:
-    """Warn about scores that are NaN, and say what becomes of their rows."""
+    """Warn if scores are NaN; `outcome` describes how their rows are treated."""
     count = int(np.isnan(scores).sum())
     if count:
         warnings.warn(

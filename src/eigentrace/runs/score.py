@@ -1,4 +1,4 @@
-"""Score a corpus into a run; the same call goes on where an earlier one was stopped."""
+"""Scoring of a corpus into a run on disk, which can be interrupted and resumed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,22 +41,22 @@ def score(
     compute: Compute | None = None,
     how: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Score every example into a run on disk; the same call goes on where an earlier one was stopped.
+    """Score every example and store the results in a run on disk; call again with the same arguments to resume.
 
-    A row of the run is a row of the data. What it holds per example: the loss, the gradient's norm, self-influence, the
-    given and the predicted class where the task has classes, and the features of the fit.
+    A run has one row per row of the data. It stores per example: the loss, the gradient norm, self-influence, the
+    label, prediction and confidence if the task has labels, and the features of the fit.
 
     Args:
-        fitted: The fit. With `fitted.stored(data)` its whole tail can be asked about later without the model.
-        data: The training examples, in any of the forms `fit` takes.
-        out: The run's directory; new, or of a run begun with the same model, fit and data.
-        shard_rows: A shard of the run ends after so many examples,
-        shard_seconds: or after so much work, whichever comes first. A killed run loses at most one.
-        features: The type features are stored in. In half precision every example has a scale of its own.
-        columns: More to keep per example: a mapping of names to arrays, or a pyarrow Table, such as an annotator or a
-            source to group by.
-        compute: Engine, precision and batch size, which the run then is bound to.
-        how: Anything that JSON can hold, kept in the manifest for whoever continues the run.
+        fitted: The fit. Pass `fitted.stored(data)` to store features that approximate the tail, too.
+        data: The training examples, in any form that `fit` accepts.
+        out: The run's directory: a new one, or that of a run created with the same model, fit and data.
+        shard_rows: Maximum number of examples in a shard.
+        shard_seconds: Maximum time in seconds until a shard is written. A killed process loses at most one shard.
+        features: The type in which features are stored. In "fp16", each example has its own scale.
+        columns: Additional columns, such as an annotator or a source to group by: a mapping of names to arrays, or a
+            pyarrow Table.
+        compute: Engine, precision and batch size. A run can only be resumed with the same ones.
+        how: Any JSON-serialisable mapping, stored in the manifest.
     """
     check_counts(1, shard_rows=shard_rows)
     check_not_negative(shard_seconds=shard_seconds)
@@ -64,7 +64,9 @@ def score(
         raise InputError(f"features must be 'fp32' or 'fp16', got {features!r}.")
     data, compute = as_data(data), checked_compute(compute)
     if compute.engine == "forward":
-        raise InputError("A run holds gradient norms, which forward mode does not give: use another engine, or 'auto'.")
+        raise InputError(
+            "A run stores gradient norms, which engine='forward' does not compute. Use engine='auto' or another engine."
+        )
     folder = Folder(out)
     folder.refuse_foreign()
     with locked(folder.path):
@@ -89,11 +91,11 @@ def score(
 
 
 def _keep_fit(folder: Folder, fitted: Fitted, data: Data, compute: Compute) -> None:
-    """Save the fit into a new run if it can be saved; stop if the run was begun with another one."""
+    """Save the fit in a new run if it can be saved; raise MismatchError if the run was created with a different fit."""
     if folder.fit.exists() and not fitted.can.save:
         raise MismatchError(
-            f"{folder.fit} holds a fit, and the one given ({fitted.method['name']}) is another, which keeps nothing. "
-            f"Score with that one, eigentrace.load({str(folder.fit)!r}, task), or choose another directory."
+            f"{folder.fit} contains a different fit than the one passed ({fitted.method['name']}), which cannot be "
+            f"saved. Score with eigentrace.load({str(folder.fit)!r}, task), or choose another directory."
         )
     if folder.fit.exists():
         fitted.check_saved(folder.fit)
@@ -104,11 +106,11 @@ def _keep_fit(folder: Folder, fitted: Fitted, data: Data, compute: Compute) -> N
 
 
 def _columns(folder: Folder, expected: Sequence[str]) -> tuple[ScoredColumn, ...]:
-    """Return the columns to write: those of a run that has begun, even if they are fewer than a new one would have.
+    """Return the columns to write: those of an existing run, even if a new run would have more.
 
     Args:
         folder: The run.
-        expected: What a new run with the same fit would have.
+        expected: The columns of a new run with the same fit.
     """
     if not folder.exists:
         return named(expected)
@@ -116,15 +118,15 @@ def _columns(folder: Folder, expected: Sequence[str]) -> tuple[ScoredColumn, ...
     lacking = sorted(set(begun) - set(expected))
     if lacking:
         raise MismatchError(
-            f"The run at {folder.path} was begun with the columns {', '.join(lacking)}, which scoring would not write "
-            "now: by another version of eigentrace, or a task with other outputs or labels. Continue it with what it "
-            "was begun with, or choose another directory; nothing was changed."
+            f"The run at {folder.path} has the columns {', '.join(lacking)}, which scoring would not write now. It was "
+            "created by another version of eigentrace, or with a task that has other outputs or labels. Resume with "
+            "the same version and task, or choose another directory; nothing was changed."
         )
     return named(begun)
 
 
 def _pinned(fitted: Fitted, data: Data, compute: Compute, held: Mapping[str, Any]) -> tuple[Compute, Data]:
-    """Settle on a batch size, that of the run if there is one: rounding depends on it."""
+    """Return settings and data with a fixed batch size, that of an existing run, because rounding depends on it."""
     if not data.can_rebatch:
         return replace(compute, batch="data"), data
     if isinstance(compute.batch, str) and held.get("batch"):
@@ -149,9 +151,7 @@ def _manifest(
     try:
         how = None if how is None else through_json(how)
     except (TypeError, ValueError) as error:
-        raise InputError(
-            f"`how` is kept as JSON, which cannot hold it ({error}). Give text, numbers and lists."
-        ) from None
+        raise InputError(f"`how` must be JSON-serialisable ({error}). Use text, numbers, lists and mappings.") from None
     terms = fitted.terms()
     tasks = {id(leaf.task): leaf.task for leaf in fitted.leaves()}.values()
     pinned = {name: getattr(compute, name) for name in ("engine", "precision", "compile")}
