@@ -1,1 +1,1 @@
-"""CSV, JSONL and Parquet files as tables."""
+"""Readers of CSV, TSV, JSON lines, Parquet and Arrow files."""

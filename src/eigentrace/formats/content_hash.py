@@ -1,4 +1,4 @@
-"""Hashes of a dataset's rows, by which a changed file is told."""
+"""Hashes of a dataset's content, which detect changed files."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,20 +12,20 @@ from eigentrace.data.row_numbers import spread
 from eigentrace.formats.records import Records
 from eigentrace.numeric.hashing import hash_digests
 
-# Where reading all rows would take too long: stretches of them, which lie in few row groups, and rows of each.
+# The sample of a large dataset: number of ranges of rows (consecutive rows are in few row groups), and rows in each.
 _STRETCHES, _LONG = 4, 16
 
 
-# Rows that become Python objects at a time: they may be images.
+# Rows converted to Python objects at a time; few, because they may be images.
 _ROWS_AT_ONCE = 1 << 10
 
 
 def content_of(records: Records, columns: Sequence[str]) -> dict[str, Any]:
-    """Read some columns whole, and return what tells their rows from others.
+    """Return hashes of all rows of the given columns.
 
     Returns:
-        "content", a hash of all rows in their order; "unordered", one that does not depend on it; and "sample", that of
-        64 rows in four stretches, from the first to the last. Empty where a value has no digest.
+        "content", a hash of all rows in order; "unordered", a hash that does not depend on their order; and "sample", a
+        hash of 64 rows in four ranges spread over the dataset. Empty if any value has no digest.
     """
     mixed, lacks = 0, False
 
@@ -46,7 +46,7 @@ def content_of(records: Records, columns: Sequence[str]) -> dict[str, Any]:
 
 
 def sample_of(records: Records, columns: Sequence[str]) -> str:
-    """Hash the rows that a look at a large dataset can afford."""
+    """Return a hash of up to 64 rows, spread over the dataset in four ranges; empty if any value has no digest."""
     long = min(_LONG, len(records))
     starts = spread(len(records) - long + 1, _STRETCHES)
     found = _digests(records.read(np.unique(starts[:, None] + np.arange(long)), columns))
@@ -58,12 +58,12 @@ def _digests(table: pa.Table) -> np.ndarray | None:
 
 
 def content_columns(roles: Mapping[str, str], identity: str | None) -> list[str]:
-    """Name the columns that a row's content is made of."""
+    """Return the columns that are hashed as the content of a row: inputs, labels and ids."""
     return list(dict.fromkeys([*roles.values(), *([] if identity is None else [identity])]))
 
 
 def same_set(held: pa.ChunkedArray, ids: pa.ChunkedArray) -> bool:
-    """Tell whether two columns of ids name the same examples, every one of them once."""
+    """Return whether two columns contain the same ids in any order, each exactly once."""
     held, ids = (values.cast(pa.large_string()) for values in (held, ids))
     if len(held) != len(ids) or pc.count_distinct(held).as_py() != len(held):
         return False

@@ -1,4 +1,4 @@
-"""What a dataset's columns say beside the inputs: classes, ids, and metadata to group and filter by."""
+"""Readers of a dataset's labels, ids and metadata columns."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,34 +11,34 @@ import pyarrow.compute as pc
 from eigentrace.errors import DataError, InputError
 from eigentrace.formats.records import Records
 
-# Mean bytes of a text that still counts as metadata: names, dates and addresses, and no documents.
+# Maximum mean size in bytes of texts that count as metadata, such as names, dates and addresses, but not documents.
 _SMALL = 128
 _SAMPLE = 1024
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Tell whether a column holds text, directly or by a dictionary."""
+    """Return whether a column type is text, plain or dictionary-encoded."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
 def check_text(records: Records, **columns: str | None) -> None:
-    """Refuse columns that should be text and are not."""
+    """Raise InputError unless all given columns are text."""
     for what, column in columns.items():
         if column is not None and not is_text(records.schema.field(column).type):
             raise InputError(
-                f"Column {column!r} of {records.name}, asked for as {what}, holds {records.schema.field(column).type} "
-                f"and no text. Name another column with {what}."
+                f"Column {column!r} of {records.name}, used as {what}, must be text, got "
+                f"{records.schema.field(column).type}. Choose another column with {what}."
             )
 
 
 def class_labels(records: Records, column: str, label2id: Mapping[str, int], num_labels: int) -> np.ndarray:  # (N,)
-    """Read the class of every row.
+    """Return the class number of every row.
 
-    Text is looked up among the names of the model's config; text of digits that is no name there, and whole numbers,
-    are classes themselves. A dataset that names the classes its numbers stand for has them looked up by name, where
-    the model knows the same names.
+    Text is looked up in the model's `label2id`; text that is not in it but consists of digits is a class number, and
+    so are integers. If the dataset stores class names for its integers, and they are the same names as the model's,
+    the integers are converted to the model's class numbers by name.
     """
     records.refuse_nulls(column)
     kind = records.schema.field(column).type
@@ -49,7 +49,7 @@ def class_labels(records: Records, column: str, label2id: Mapping[str, int], num
         )
     if not pa.types.is_integer(kind) and not pa.types.is_boolean(kind):
         raise InputError(
-            f"Labels must be names or whole numbers, and column {column!r} of {records.name} holds {kind}. Name "
+            f"Labels must be names or integers, but column {column!r} of {records.name} contains {kind}. Choose "
             "another column with label."
         )
     named = names is not None and set(names) == set(label2id)
@@ -63,7 +63,7 @@ def class_labels(records: Records, column: str, label2id: Mapping[str, int], num
 
 
 def class_of(label: int | str, label2id: Mapping[str, int], num_labels: int) -> int:
-    """Return the class that a single label means: a number is a class, a text its name or its number."""
+    """Return the class number of one label: a number, a class name, or a number as text."""
     if isinstance(label, str):
         found = _class_of(label, label2id, num_labels)
     else:
@@ -71,7 +71,7 @@ def class_of(label: int | str, label2id: Mapping[str, int], num_labels: int) -> 
     if found < 0:
         names = ", ".join(sorted(label2id, key=lambda name: label2id[name])[:10])
         known = f", or one of {names}" if names else ""
-        raise InputError(f"The model has no class {label!r}: give a number from 0 to {num_labels - 1}{known}.")
+        raise InputError(f"The model has no class {label!r}. Pass a number from 0 to {num_labels - 1}{known}.")
     return int(found)
 
 
@@ -87,9 +87,9 @@ def _by_name(
         at = int((labels < 0).argmax())
         known = ", ".join(sorted(label2id, key=lambda name: label2id[name])[:10])
         raise DataError(
-            f"Row {first + at} of {records.name} (counted from 0) has the label {names[codes[at]]!r}, which the model "
-            f"does not know. Its config.json names {num_labels} classes: {known}{', …' if len(label2id) > 10 else ''}. "
-            f"Name classes as there (label2id), or by numbers from 0 to {num_labels - 1}."
+            f"Row {first + at} of {records.name} (counted from 0) has the label {names[codes[at]]!r}, which is not a "
+            f"class of the model. Its config.json has {num_labels} classes: {known}"
+            f"{', …' if len(label2id) > 10 else ''}. Use these names (label2id), or numbers from 0 to {num_labels - 1}."
         )
     return labels
 
@@ -106,7 +106,7 @@ def _in_range(records: Records, column: str, size: int, first: int, chunk: pa.Ar
     if wrong.any():
         at = int(wrong.argmax())
         raise DataError(
-            f"Row {first + at} of {records.name} (counted from 0) has the label {labels[at]} in column {column!r}, and "
+            f"Row {first + at} of {records.name} (counted from 0) has the label {labels[at]} in column {column!r}, but "
             f"the model has {size} classes, 0 to {size - 1}."
         )
     return labels.astype(np.int32)
@@ -117,13 +117,13 @@ def _refuse_two_numberings(column: str, label2id: Mapping[str, int]) -> None:
     if other:
         name, number = next(iter(other.items()))
         raise InputError(
-            f"Column {column!r} holds numbers, and the model's config.json calls class {number} {name!r}: a number may "
-            "mean a name or a class. Write the labels as text to have them taken as names."
+            f"Column {column!r} contains numbers, but in the model's config.json class {number} has the name {name!r}: "
+            "a number may be a class number or a name. Write the labels as text to use them as names."
         )
 
 
 def _class_names(schema: pa.Schema, column: str) -> list[str] | None:
-    """Names that the `datasets` package stored beside a column of class numbers."""
+    """Return the class names that the `datasets` package stored for a column of class numbers, or None."""
     stored = (schema.metadata or {}).get(b"huggingface")
     if stored is None:
         return None
@@ -132,30 +132,30 @@ def _class_names(schema: pa.Schema, column: str) -> list[str] | None:
 
 
 def read_ids(records: Records, column: str | None) -> np.ndarray | pa.Array | None:
-    """Read the ids as one array, of numpy where they are numbers."""
+    """Return the ids as one array: NumPy for integers, Arrow for text; None without a column."""
     if column is None:
         return None
     records.refuse_nulls(column)
     kind = records.schema.field(column).type
     if not is_text(kind) and not pa.types.is_integer(kind):
-        raise InputError(f"Ids must be text or whole numbers, and column {column!r} of {records.name} holds {kind}.")
+        raise InputError(f"Ids must be text or integers, but column {column!r} of {records.name} contains {kind}.")
     ids = records.whole([column]).column(0)
     if not is_text(kind):
         return ids.to_numpy()
-    # Offsets of 64 bits: the ids of a hundred million examples pass 2 GiB.
+    # 64-bit offsets: the ids of a hundred million examples exceed 2 GiB.
     return pc.cast(ids, pa.large_string()).combine_chunks()
 
 
 def metadata_of(
     records: Records, taken: Sequence[str | None], identity: str | None, columns: Sequence[str] | None
 ) -> pa.Table | None:
-    """Read what else the dataset says about every example.
+    """Return the metadata columns of a dataset as a table; None if there are none.
 
     Args:
         records: The dataset.
-        taken: Columns that are inputs or labels.
-        identity: The column of ids, which always belongs to it.
-        columns: Those wanted; None for all numbers, dates, and texts of at most 128 bytes in the mean.
+        taken: Columns of inputs and labels, which are excluded by default.
+        identity: The column of ids, which is always included.
+        columns: The columns to read; None for all numbers, dates, and texts of at most 128 bytes on average.
     """
     if columns is None:
         names = [n for n in records.schema.names if n == identity or (n not in taken and _is_small(records, n))]

@@ -1,4 +1,4 @@
-"""How a CSV or TSV file is cut: its lines, what separates its fields, and whether its quotes are quoting and closed."""
+"""Lines, delimiters and quoting of CSV and TSV files: detection, and checks for unclosed quotes."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -17,21 +17,21 @@ _OPEN = re.compile(rb"(?:" + _FIELD + rb'\t)*+"(?:[^"]++|"")*+')
 _QUOTED = re.compile(rb'"((?:[^"]++|"")*+)"?')
 _TO_ITS_END = re.compile(rb'"(?:[^"]++|"")*+"')
 _MEND = (
-    "Put texts that begin with a quote in quotes and double the quotes inside them, as CSV writers do, or store them "
-    "as TSV, where lone quotes are text."
+    "Quote texts that begin with a quote and double the quotes inside them, as CSV writers do, or store them as TSV, "
+    "where lone quotes are text."
 )
 
 IsOpen = Callable[[bytes, bool], bool]
-"""Tells whether a quoted field is still open after a line, given whether one was open before."""
+"""Returns for (line, whether a quoted field is open before it) whether a quoted field is open after it."""
 
 
 def parsing(path: Path, kind: str, delimiter: str | None = None) -> pyarrow.csv.ParseOptions:
-    """Return how a file is cut into fields.
+    """Return pyarrow's parse options for a file: its delimiter and whether it uses quoting.
 
     Args:
         path: The file.
         kind: "csv" or "tsv".
-        delimiter: What separates the fields of a CSV; see `separator`.
+        delimiter: The delimiter of a CSV file; see `separator`.
     """
     mark = separator(path, "\t" if kind == "tsv" else delimiter)
     quoted = kind == "csv" or has_quoting(path)
@@ -41,13 +41,13 @@ def parsing(path: Path, kind: str, delimiter: str | None = None) -> pyarrow.csv.
 
 
 def open_after(mark: bytes) -> IsOpen:
-    """Return what tells of the lines of a quoted file whether a field is open after them.
+    """Return a function that determines whether a quoted field is open after a line of a file with quoting.
 
     Args:
-        mark: What separates fields.
+        mark: The delimiter of fields.
     """
     mark = re.escape(mark)
-    # A field is quoted if it begins with a quote; quotes further on in it are characters like any other.
+    # A field is quoted if it begins with a quote; other quotes in a field are ordinary characters.
     field = rb'(?:"(?:[^"]++|"")*+"[^' + mark + rb']*+|(?!")[^' + mark + rb"]*+)"
     closed = re.compile(field + rb"(?:" + mark + field + rb")*+")
 
@@ -60,9 +60,9 @@ def open_after(mark: bytes) -> IsOpen:
 
 
 def check_closed(path: Path, delimiter: str | None = None) -> None:
-    """Stop at quotes in a CSV that swallow lines: never closed, or closed on a later line in the middle of a text.
+    """Raise DataError if quotes in a CSV join lines by mistake: never closed, or closed in the middle of a later text.
 
-    Readers take both without a word. Text after quotes that close on their own line costs no row, and is read.
+    CSV readers accept both silently. Text after quotes that close on the same line is accepted: no row is lost.
     """
     mark = separator(path, delimiter)
     is_open, ends, inside, began = open_after(mark), (mark, b"\r", b"\n", b""), False, 0
@@ -73,8 +73,8 @@ def check_closed(path: Path, delimiter: str | None = None) -> None:
             end = _TO_ITS_END.match(b'"' + line) if inside else None
             if end is not None and line[end.end() - 1 : end.end()] not in ends:
                 raise DataError(
-                    f"{path}: a quote in line {began} opens a field that the next lone quote, in line {number}, closes "
-                    f"in the middle of a text, so the lines between would be part of one row. {_MEND}"
+                    f"{path}: a quote in line {began} opens a field, and the next lone quote, in line {number}, closes "
+                    f"it in the middle of a text, so the lines between would be read as one row. {_MEND}"
                 )
             opens = is_open(line, inside)
             if opens and (end is not None or not inside):
@@ -82,12 +82,12 @@ def check_closed(path: Path, delimiter: str | None = None) -> None:
             inside = opens
     if inside:
         raise DataError(
-            f"{path} ends within quotes that begin in line {began}, so all that follows would be one field. {_MEND}"
+            f"{path}: a quote in line {began} is never closed, so the rest of the file would be one field. {_MEND}"
         )
 
 
 def separator(path: Path, delimiter: str | None = None) -> bytes:
-    """Return what separates fields: what is given, else the commonest of , ; | and tab in the file's first line."""
+    """Return the field delimiter: `delimiter` if given, else the most frequent of , ; | and tab in the first line."""
     with path.open("rb") as file:
         first = next(lines_of(file), b"")
     if first.startswith(_UTF16_MARKS):
@@ -99,7 +99,7 @@ def separator(path: Path, delimiter: str | None = None) -> bytes:
 
 
 def lines_of(file: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines with their ends, which are LF, CR LF or, as pyarrow and spreadsheets have it, CR alone."""
+    """Yield lines with their line ends: LF, CR LF, or CR alone, as in pyarrow and spreadsheets."""
     for line in file:
         if b"\r" in line:
             yield from line.splitlines(keepends=True)
@@ -108,19 +108,19 @@ def lines_of(file: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def has_quoting(path: Path, *, header: bool = True) -> bool:
-    """Tell whether the fields of a TSV file are quoted as in a CSV; if not, every line is a row and quotes are text.
+    """Return whether a TSV file uses quoting as in CSV; if not, every line is a row and quotes are text.
 
-    They are where the header has a name in quotes. Otherwise every field with a quote in it must be in quotes, with
-    quotes inside it doubled, and one at least must need them: it holds a quote, or lines do not have the header's
-    number of fields unless tabs and line breaks within quotes are text. Wherever lines are rows as they stand, they
-    stay rows.
+    It does if a name in the header is quoted. Otherwise two conditions must be met. Every field that contains a quote
+    is quoted, with quotes inside it doubled. And at least one field needs its quotes: it contains a quote, or lines
+    have the header's number of fields only if tabs and line breaks within quotes are text. If every line can be read
+    as a row, the file does not use quoting.
 
     Args:
         path: The file.
-        header: Whether its first line names columns.
+        header: Whether the first line contains column names.
 
     Raises:
-        DataError: If the header is in quotes, and a quote elsewhere is no part of quoting.
+        DataError: If the header is quoted, but another quote in the file is not valid quoting.
     """
     scan = _Scan(header)
     with path.open("rb") as file:
@@ -129,15 +129,15 @@ def has_quoting(path: Path, *, header: bool = True) -> bool:
                 break
     if not scan.is_quoted and scan.declared:
         raise DataError(
-            f"{path} has a header in quotes, so its fields are read as quoted, and a quote in the record that begins "
-            f"in line {scan.began} neither opens nor closes a field. Double the quotes inside of quoted fields, or "
-            "take the quotes off the header: then those in the file are text."
+            f"{path} has a quoted header, so its fields are read with quoting, but a quote in the record that begins "
+            f"in line {scan.began} neither opens nor closes a field. Double the quotes inside quoted fields, or "
+            "remove the quotes from the header: then all quotes in the file are text."
         )
     return scan.is_quoted and (scan.declared or scan.is_uneven or (scan.is_doubled and not scan.spans_lines))
 
 
 class _Scan:
-    """The lines of a file read in both ways at once: as they stand, and as quoted fields."""
+    """The state of a scan that reads a TSV file both without and with quoting, to determine which one applies."""
 
     def __init__(self, header: bool) -> None:
         self.header, self.began = header, 0
@@ -149,11 +149,11 @@ class _Scan:
 
     @property
     def is_quoted(self) -> bool:
-        """Whether all that was seen can be read as quoted fields."""
+        """Whether all lines so far can be read with quoting."""
         return not self._failed and not self._inside
 
     def goes_on(self, number: int, line: bytes) -> bool:
-        """Take a line in; False once the file cannot be read as quoted fields."""
+        """Process a line; return False once the file cannot be read with quoting."""
         if not line:
             return True
         plain = line.count(b"\t")

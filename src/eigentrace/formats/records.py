@@ -1,4 +1,4 @@
-"""Files of examples as rows that can be read in any order, and that become Python objects a batch at a time."""
+"""Random access to the rows of a dataset's files, without reading Parquet and Arrow files into memory."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +16,12 @@ from eigentrace.errors import DataError, InputError
 from eigentrace.formats.files import BLOCK, Files
 from eigentrace.formats.quoting import check_closed, parsing
 
-# Row groups held at a time: a pass in order needs one, a batch that lies across two needs both.
+# Number of row groups in memory: a sequential pass needs one, a batch that spans two needs both.
 _HELD_GROUPS = 3
 
 
 class _Pieces(Protocol):
-    """A dataset in parts small enough to be held one at a time."""
+    """A dataset in pieces that fit into memory one at a time."""
 
     schema: pa.Schema
     sizes: list[int]
@@ -32,7 +32,7 @@ class _Pieces(Protocol):
 
 
 class _Held:
-    """Batches of an Arrow table, in memory or mapped from a file."""
+    """The batches of an Arrow table, in memory or memory-mapped."""
 
     def __init__(self, table: pa.Table) -> None:
         self.schema = table.schema
@@ -47,7 +47,7 @@ class _Held:
 
 
 class _RowGroups:
-    """Row groups of Parquet files, read when a row of them is asked for."""
+    """The row groups of Parquet files, each read when one of its rows is accessed."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.schema = pq.ParquetFile(paths[0]).schema_arrow
@@ -64,14 +64,14 @@ class _RowGroups:
                 self._places += [(path, group) for group in groups]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Open files and locks do not travel to another process.
+        # Open files and locks cannot be pickled.
         return vars(self) | {"_open": None, "_groups": {}, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state | {"_lock": Lock()})
 
     def get(self, number: int, names: tuple[str, ...]) -> pa.Table:
-        # A page that shows examples reads them in several threads.
+        # The page reads examples in several threads.
         with self._lock:
             return self._get(number, names)
 
@@ -81,7 +81,7 @@ class _RowGroups:
         if table is None:
             path, group = self._places[number]
             table = without_views(self._file(path).read_row_group(group, columns=list(names)).select(list(names)))
-        self._groups[key] = table  # the last used comes last
+        self._groups[key] = table  # most recently used last
         while len(self._groups) > _HELD_GROUPS:
             del self._groups[next(iter(self._groups))]
         return table
@@ -100,9 +100,9 @@ class _RowGroups:
 
 
 class Records:
-    """Rows with named columns, numbered from 0.
+    """A dataset of rows, numbered from 0, with named columns.
 
-    Parquet files and saved datasets are read as rows are asked for; CSV and JSON lines are held in memory as Arrow.
+    Parquet files and saved datasets are read on access; CSV and JSON lines are in memory as Arrow tables.
     """
 
     def __init__(self, pieces: _Pieces, name: str) -> None:
@@ -110,24 +110,24 @@ class Records:
         self._ends = np.cumsum(pieces.sizes, dtype=np.int64)
         twice = {column for column in self.schema.names if self.schema.names.count(column) > 1}
         if twice:
-            raise DataError(f"{name} has several columns called {_named(sorted(twice))}: give each its own name.")
+            raise DataError(f"{name} has several columns called {_named(sorted(twice))}. Column names must be unique.")
         if not len(self):
-            raise DataError(f"{name} has no rows: at least one example is needed.")
+            raise DataError(f"{name} has no rows. At least one example is needed.")
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def check_columns(self, **wanted: str | None) -> None:
-        """Refuse a column that is not there, naming what it was wanted for and what there is."""
+        """Raise InputError unless all given columns exist; keywords are the arguments that chose them."""
         for what, column in wanted.items():
             if column is not None and column not in self.schema.names:
                 raise InputError(
-                    f"{self.name} has no column {column!r} (asked for as {what}). It has: "
-                    f"{_named(self.schema.names)}. Name one of them with {what}."
+                    f"{self.name} has no column {column!r} (used as {what}). Its columns are: "
+                    f"{_named(self.schema.names)}. Choose one of them with {what}."
                 )
 
     def read(self, rows: Sequence[int] | np.ndarray, names: Sequence[str]) -> pa.Table:
-        """Read the given rows of some columns, in the order asked for."""
+        """Return the given rows of some columns, in the given order."""
         rows = np.asarray(rows, dtype=np.int64)
         pieces = np.searchsorted(self._ends, rows, side="right")
         cuts = np.flatnonzero(np.diff(pieces)) + 1
@@ -139,7 +139,7 @@ class Records:
         return parts[0] if len(parts) == 1 else pa.concat_tables(parts)
 
     def chunks(self, column: str) -> Iterator[tuple[int, pa.Array]]:
-        """Yield a column in order as (first row, values), a piece at a time."""
+        """Yield a column in row order as (first row, values), one piece at a time."""
         for number in range(len(self._pieces.sizes)):
             yield from self._chunks(number, column)
 
@@ -150,17 +150,17 @@ class Records:
             row += len(chunk)
 
     def whole(self, names: Sequence[str]) -> pa.Table:
-        """Read some columns whole."""
+        """Return all rows of some columns."""
         return pa.concat_tables(self._pieces.get(number, tuple(names)) for number in range(len(self._pieces.sizes)))
 
     def pieces(self, names: Sequence[str], rows_at_once: int) -> Iterator[pa.Table]:
-        """Yield some columns in order, so many rows at a time at most."""
+        """Yield some columns in row order, at most `rows_at_once` rows at a time."""
         for number in range(len(self._pieces.sizes)):
             table = self._pieces.get(number, tuple(names))
             yield from (table.slice(start, rows_at_once) for start in range(0, len(table), rows_at_once))
 
     def refuse_nulls(self, *columns: str) -> None:
-        """Stop at the first row without a value; parts of Parquet files that count no nulls are not read for it."""
+        """Raise DataError at the first row without a value; row groups whose statistics count no nulls are not read."""
         for column in columns:
             for number in range(len(self._pieces.sizes)):
                 if self._pieces.may_have_nulls(number, column):
@@ -171,13 +171,13 @@ class Records:
         if chunk.null_count:
             row = first + int(chunk.is_null().to_numpy(zero_copy_only=False).argmax())
             raise DataError(
-                f"Row {row} of {self.name} (counted from 0) has no value in column {column!r}. Fill it in, or leave "
-                "the row out."
+                f"Row {row} of {self.name} (counted from 0) has no value in column {column!r}. Fill it in, or "
+                "remove the row."
             )
 
 
 def without_views(table: pa.Table) -> pa.Table:
-    """Turn views of texts and bytes, of which pyarrow cannot take single rows, into plain ones."""
+    """Convert string and binary views, for which pyarrow has no `take`, to plain types."""
     kinds = [(field.name, _PLAIN.get(field.type)) for field in table.schema]
     for at, (name, kind) in enumerate(kinds):
         table = table if kind is None else table.set_column(at, name, table.column(at).cast(kind))
@@ -188,16 +188,16 @@ _PLAIN = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary
 
 
 def held_records(columns: Mapping[str, Any], name: str) -> Records:
-    """Make records of columns in memory."""
+    """Return records of columns in memory."""
     return Records(_Held(pa.table(dict(columns))), name)
 
 
 def open_records(files: Files, as_text: Sequence[str] = ()) -> Records:
-    """Open the files of a dataset.
+    """Open the files of a dataset as records.
 
     Args:
-        files: What `find_files` found.
-        as_text: Columns that are text even where a CSV file holds nothing but digits in them.
+        files: The result of `find_files`.
+        as_text: Columns to read as text even if a CSV file contains only digits in them.
     """
     name = str(files.source)
     try:
@@ -208,14 +208,16 @@ def open_records(files: Files, as_text: Sequence[str] = ()) -> Records:
             _check_same(tables[0].schema, table.schema, files.paths[0], path)
         return Records(_Held(without_views(pa.concat_tables(tables))), name)
     except pa.ArrowException as error:
-        if files.format == "csv" and "straddling" in str(error):  # a field too long to be read: most likely not closed
+        if files.format == "csv" and "straddling" in str(
+            error
+        ):  # a field longer than a block: probably unclosed quotes
             for path in files.paths:
                 check_closed(path)
         raise DataError(f"{name} cannot be read as {files.format}: {error}{_hint(files, str(error))}") from None
 
 
 def _hint(files: Files, error: str) -> str:
-    """Say what an error of the parser usually comes from, and what to do about it."""
+    """Return the usual cause and remedy of a parser error, or an empty text."""
     for pattern, words in _HINTS.items():
         if re.search(pattern, error):
             return f" | {words}"
@@ -225,27 +227,27 @@ def _hint(files: Files, error: str) -> str:
         return f" | {_LONE_RETURN}"
     if files.format == "tsv":
         return (
-            " | Every line of a TSV file needs as many fields as its header. Texts with tabs or line breaks must be in "
-            "quotes, all quotes inside them doubled, or be stored as JSON lines or Parquet."
+            " | Every line of a TSV file must have as many fields as its header. Quote texts with tabs or line breaks "
+            "and double all quotes inside them, or store them as JSON lines or Parquet."
         )
     return (
-        " | A lone quote at the beginning of a field is the usual cause: it opens a field that goes on to the next "
-        "quote, over commas and lines. Put texts with quotes or commas in quotes and double the quotes inside them, as "
-        "CSV writers do, or store them as TSV, where lone quotes are text."
+        " | The usual cause is a lone quote at the beginning of a field: it opens a field that extends to the next "
+        "quote, across commas and lines. Quote texts with quotes or commas and double the quotes inside them, as CSV "
+        "writers do, or store them as TSV, where lone quotes are text."
     )
 
 
 _HINTS = {
     "invalid UTF8": "Text must be UTF-8. Convert the file (iconv -f latin1 -t utf-8), or save it as CSV UTF-8.",
     r"Column\(\) changed from object to array": (
-        "The file is one array, and JSON lines are objects, each on a line of its own. Write it so: jq -c '.[]', or "
+        "The file is one JSON array, but JSON lines are objects, one per line. Convert it with jq -c '.[]', or with "
         "to_json(orient='records', lines=True) of pandas."
     ),
-    r"Column\(/.*\) changed from": "A column has one type in all rows: write its values as text, or as numbers.",
+    r"Column\(/.*\) changed from": "A column must have one type in all rows: write its values as text, or as numbers.",
 }
 _LONE_RETURN = (
-    "The file holds carriage returns (\\r) without a line feed after them. Outside of quotes they end a row: take them "
-    "out of the texts, or put these texts in quotes."
+    "The file contains carriage returns (\\r) without a line feed after them, which end a row outside quotes. Remove "
+    "them from the texts, or quote these texts."
 )
 
 
@@ -269,7 +271,7 @@ def _read(path: Path, kind: str, as_text: Sequence[str]) -> pa.Table:
 def _read_json(path: Path, as_text: Sequence[str]) -> pa.Table:
     options = pa.json.ReadOptions(block_size=BLOCK)
     table = pa.json.read_json(path, read_options=options)
-    # Texts that look like dates are taken for dates, unless they are known to be text.
+    # pyarrow parses texts that look like dates as dates, unless the schema has them as text.
     dates = [name for name in as_text if name in table.column_names and pa.types.is_temporal(table[name].type)]
     if not dates:
         return table
@@ -281,13 +283,13 @@ def _read_json(path: Path, as_text: Sequence[str]) -> pa.Table:
 def _check_same(expected: pa.Schema, found: pa.Schema, first: Path, path: Path) -> None:
     if not found.equals(expected):
         raise DataError(
-            f"{path.name} and {first.name} are parts of one dataset and have other columns or types: "
-            f"{_described(found)} and {_described(expected)}. Write them with one schema."
+            f"{path.name} and {first.name} are parts of one dataset but have different columns or types: "
+            f"{_described(found)} and {_described(expected)}. Write them with the same schema."
         )
 
 
 def _named(columns: Sequence[str]) -> str:
-    """List columns; those without a name, or with blanks around it, in quotes."""
+    """Return column names joined by commas; empty names and names with surrounding blanks are quoted."""
     return ", ".join(name if name and name == name.strip() else repr(name) for name in columns)
 
 

@@ -1,4 +1,4 @@
-"""One column of a dataset's files, without the rest of them in memory."""
+"""Reading of one column of a dataset's files, without the others in memory."""
 
 from pathlib import Path
 
@@ -11,17 +11,17 @@ from eigentrace.errors import DataError
 from eigentrace.formats.files import BLOCK, Files
 from eigentrace.formats.quoting import check_closed, parsing
 
-# What a value of a JSON line may be, tried in this order.
+# Types of a JSON column, tried in this order.
 _KINDS = (pa.string(), pa.int64(), pa.float64(), pa.bool_())
 
 
 def single_column(files: Files, name: str, delimiter: str | None = None) -> pa.ChunkedArray | None:
-    """Read one column whole; None where the files have no such column.
+    """Return all rows of one column; None if the files have no such column.
 
     Args:
-        files: What `find_files` found.
-        name: The column. In CSV and TSV files, whose first record names the columns, it is read as text.
-        delimiter: What separates the fields of a CSV; found out by its header if not given.
+        files: The result of `find_files`.
+        name: The column. In CSV and TSV files, whose first record must be a header, it is read as text.
+        delimiter: The delimiter of CSV fields; detected from the header if not given.
     """
     try:
         parts = [_column(path, files.format, name, delimiter) for path in files.paths]
