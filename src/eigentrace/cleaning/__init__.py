@@ -1,1 +1,1 @@
-"""From scores to a cleaned dataset: thresholds, decisions, export."""
+"""Cleaning of datasets by scores: thresholds, decisions, export."""

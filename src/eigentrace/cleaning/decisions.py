@@ -1,4 +1,4 @@
-"""Which examples to keep and which to drop, and why: one row per example, written as a table that people can edit."""
+"""Decisions: keep, drop or relabel each example, with reasons, stored as a table that can be edited."""
 
 import dataclasses
 import json
@@ -18,16 +18,16 @@ import pyarrow.parquet as pq
 from eigentrace.disk.atomic import appearing
 from eigentrace.errors import InputError, MismatchError
 
-# Rows whose reasons are put into words at a time.
+# Rows whose reasons are formatted at a time.
 _ROWS_AT_ONCE = 1 << 18
 _RULE = b"eigentrace.rule"
 WORDS = ("keep", "drop", "relabel")
-"""What can be decided of a row."""
+"""The possible decisions."""
 _RELABEL = 2
 _NEW_LABEL = "new_label"
 _COLUMNS = ("row", "decision", "score", "rank", "threshold", "label", "prediction", "reason")
 
-# What is read as numbers, and what stands for a number that is missing.
+# Columns that are read as numbers: their type, and the value for missing numbers.
 _NUMBERS = {
     "row": (pa.int64(), -1),
     "score": (pa.float64(), np.nan),
@@ -41,48 +41,48 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """How rows were chosen, in words that reasons are made of."""
+    """The rule by which rows were chosen, as phrases for the reasons."""
 
     by: str
     """Name of the score."""
     drops: str
-    """What the score of a dropped row is, such as "among the highest 5%"."""
+    """Description of a dropped row's score, such as "among the highest 5%"."""
     keeps: str
-    """What that of a kept one is."""
+    """Description of a kept row's score."""
     is_share: bool
-    """Whether a number of rows was asked for, so that rows of equal score may fall on both sides."""
+    """Whether the rule is a share or number of rows, so that rows with equal scores can be both dropped and kept."""
     per_class: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """Which rows to drop, which to keep, and why. Made by `eigentrace.clean`, or read from a file."""
+    """Decisions to keep, drop or relabel each row, with reasons; made by `eigentrace.clean` or read from a file."""
 
     mask: np.ndarray  # (N,) bool
     """True for rows to drop."""
     scores: np.ndarray  # (N,) float64
     ranks: np.ndarray  # (N,) int64
-    """1 for the worst row of all, 0 for rows without a score. Equal scores are ranked in the order of their rows."""
+    """From 1 for the first row to drop; 0 for rows without a score. Ties are in row order."""
     thresholds: np.ndarray  # (N,) float64
-    """The score that decided: the one given, or that of the mildest dropped row; NaN if none is dropped."""
+    """The threshold: the given one, or the score of the last row dropped; NaN if none is dropped."""
     rule: Rule | None = None
-    """None if the file this was read from does not say."""
+    """None if the decisions were read from a file without it."""
     labels: np.ndarray | None = None  # (N,) int64, negative for none
     predictions: np.ndarray | None = None  # (N,) int64
     ids: Any = None
     to_relabel: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """Rows that somebody decided to relabel, ascending. They are kept."""
+    """Rows marked "relabel" by a user, ascending. They are kept."""
     told: pa.ChunkedArray | None = None
-    """The reasons, where they were read from a file."""
+    """The reasons, if they were read from a file."""
     given: np.ndarray | None = None  # (N,) int64, negative for none
-    """Classes that people chose for rows to be relabelled, on the page or in the file's column `new_label`."""
+    """New labels chosen by a user for rows to relabel, on the page or in the column `new_label` of the file."""
 
     def __len__(self) -> int:
         return len(self.mask)
 
     @cached_property
     def dropped(self) -> np.ndarray:
-        """Rows to drop, the worst first."""
+        """Rows to drop, in the order of their ranks."""
         rows = np.flatnonzero(self.mask)
         ranks = self.ranks[rows]
         return rows[np.argsort(np.where(ranks > 0, ranks, len(self) + 1), kind="stable")]
@@ -94,12 +94,12 @@ class Decisions:
 
     @cached_property
     def suggested(self) -> np.ndarray:  # (N,) int64
-        """The model's prediction where it differs from the label; -1 where it agrees, or where either is missing."""
+        """The model's prediction where it differs from the label; -1 where both are equal or either is missing."""
         return suggestions(self.labels, self.predictions, len(self))
 
     @cached_property
     def new_labels(self) -> np.ndarray:  # (N,) int64
-        """The class of each row to be relabelled: the one that somebody chose, else the suggested one; -1 elsewhere."""
+        """The new class of each row to relabel: the one chosen by a user, else the suggested one; -1 elsewhere."""
         rows, found = self.to_relabel, np.full(len(self), -1, dtype=np.int64)
         found[rows] = self.suggested[rows]
         if self.given is not None:
@@ -108,24 +108,24 @@ class Decisions:
 
     @property
     def num_unscored(self) -> int:
-        """How many scores are NaN; such rows are kept."""
+        """Number of rows whose score is NaN; they are kept."""
         return int(np.isnan(self.scores).sum())
 
     @property
     def num_tied(self) -> int:
-        """How many rows are kept although a dropped row has the same score, because they come later."""
+        """Number of kept rows whose score equals that of a dropped row; of equal scores, earlier rows are dropped."""
         return int(self._tied(slice(None)).sum())
 
     @property
     def reasons(self) -> pa.ChunkedArray:  # (N,) strings
-        """Why each row is dropped or kept. Put into words when asked for."""
+        """The reason for each decision, as text formatted on access."""
         if self.told is not None:
             return self.told
         starts = range(0, max(len(self), 1), _ROWS_AT_ONCE)
         return pa.chunked_array([self._reasons(slice(start, start + _ROWS_AT_ONCE)) for start in starts], pa.string())
 
     def relabel(self, rows: Sequence[int] | np.ndarray) -> "Decisions":
-        """Return other decisions, in which some rows are kept and marked "relabel"; nothing is ever marked by itself.
+        """Return new decisions in which the given rows are kept and marked "relabel"; no row is marked automatically.
 
         Args:
             rows: Rows with a suggested label.
@@ -136,7 +136,7 @@ class Decisions:
             wrong = rows[self.suggested[rows] < 0]
         if len(wrong):
             raise InputError(
-                f"Row {wrong[0]} has no suggested label, so it cannot be relabelled. Those of decisions.suggested >= "
+                f"Row {wrong[0]} has no suggested label, so it cannot be relabelled. Rows with decisions.suggested >= "
                 "0 can."
             )
         mask = self.mask.copy()
@@ -144,7 +144,7 @@ class Decisions:
         return dataclasses.replace(self, mask=mask, to_relabel=np.union1d(self.to_relabel, rows), told=None)
 
     def table(self, start: int = 0, stop: int | None = None) -> pa.Table:
-        """Return what is known about some rows: one row each, as `write` writes it."""
+        """Return rows `start` to `stop` (exclusive) as the table that `write` writes."""
         start, stop, _ = slice(start, stop).indices(len(self))
         part = slice(start, stop)
         columns = {
@@ -164,10 +164,10 @@ class Decisions:
         return pa.table(columns).replace_schema_metadata(rule)
 
     def write(self, path: str | Path) -> Path:
-        """Write one row per example to a new Parquet or CSV file, as its name ends; one that exists is left as it is.
+        """Write one row per example to a new Parquet or CSV file, by its suffix; an existing file is never overwritten.
 
-        The column `decision` holds keep, drop or relabel. It may be changed by hand: `Decisions.read` goes by it. A CSV
-        does not hold the rule.
+        The column `decision` contains keep, drop or relabel. It can be edited: `Decisions.read` uses its values. A CSV
+        file does not contain the rule.
         """
         path = check_decisions_file(path)
         make = pa.csv.CSVWriter if path.suffix == ".csv" else pq.ParquetWriter
@@ -179,7 +179,7 @@ class Decisions:
 
     @staticmethod
     def read(path: str | Path) -> "Decisions":
-        """Read what `write` wrote, whether or not somebody has changed some decisions since."""
+        """Read decisions from a file written by `write`, which may have been edited."""
         table = _read(Path(path))
         words = table["decision"].cast(pa.string())
         wrong = pc.unique(words.filter(pc.invert(pc.is_in(words, pa.array(WORDS)))))
@@ -187,8 +187,10 @@ class Decisions:
             _numbers(path, table, name, kind, missing) for name, (kind, missing) in _NUMBERS.items()
         )
         if len(wrong) or not np.array_equal(rows, np.arange(len(rows))):
-            what = f"decides {wrong[0].as_py()!r}" if len(wrong) else "does not list the rows 0, 1, 2, ... in order"
-            raise MismatchError(f"{path} {what}. Every row needs one of {', '.join(WORDS)}: all rows, in their order.")
+            what = (
+                f"has the decision {wrong[0].as_py()!r}" if len(wrong) else "does not list rows 0, 1, 2, ... in order"
+            )
+            raise MismatchError(f"{path} {what}. It must contain all rows in order, each with {', '.join(WORDS)}.")
         known = table.schema.metadata or {}
         return Decisions(
             mask=pc.equal(words, "drop").to_numpy(),
@@ -210,11 +212,11 @@ class Decisions:
         if self.rule is not None:
             parts[0] += f": {self.rule.by} {self.rule.drops}{' of their label' if self.rule.per_class else ''}"
         if self.num_tied:
-            parts.append(f"{self.num_tied:,} of equal score are kept because they come later")
+            parts.append(f"{self.num_tied:,} rows tied with a dropped row are kept because they come later")
         if self.num_unscored:
-            parts.append(f"{self.num_unscored:,} are kept because their score is NaN")
+            parts.append(f"{self.num_unscored:,} rows are kept because their score is NaN")
         if len(self.to_relabel):
-            parts.append(f"{len(self.to_relabel):,} are to be relabelled")
+            parts.append(f"{len(self.to_relabel):,} rows are marked to be relabelled")
         return "; ".join(parts) + "."
 
     @cached_property
@@ -228,7 +230,7 @@ class Decisions:
         return ~self.mask[part] & (self.scores[part] == self.thresholds[part]) & (self._codes(part) != _RELABEL)
 
     def _codes(self, part: slice) -> np.ndarray:  # int8
-        """Return the decisions on some rows as positions among the words for them."""
+        """Return the decisions on some rows as indices into WORDS."""
         codes = self.mask[part].astype(np.int8)
         start, stop, _ = part.indices(len(self))
         codes[self.to_relabel[(self.to_relabel >= start) & (self.to_relabel < stop)] - start] = _RELABEL
@@ -238,9 +240,9 @@ class Decisions:
         rule = self.rule or Rule("score", "too high", "not too high", is_share=False)
         scores, mask = self.scores[part], self.mask[part]
         said = np.full(len(mask), f"{rule.by} is {rule.keeps}", dtype=object)
-        said[self._tied(part)] = f"{rule.by} equals that of a dropped row, which comes first"
-        said[np.isnan(scores)] = f"{rule.by} is NaN, so nothing can be said"
-        said[self._codes(part) == _RELABEL] = "to be relabelled, as somebody decided"
+        said[self._tied(part)] = f"{rule.by} equals that of a dropped row that comes earlier"
+        said[np.isnan(scores)] = f"{rule.by} is NaN, so the row is kept"
+        said[self._codes(part) == _RELABEL] = "marked to be relabelled"
         where = np.flatnonzero(mask)
         drops = np.char.add(np.char.mod(f"{rule.by.replace('%', '%%')} %.4g is ", scores[where]), rule.drops)
         if rule.per_class and self.labels is not None:
@@ -254,35 +256,35 @@ class Decisions:
 
 
 def check_decisions_file(path: str | Path) -> Path:
-    """Refuse to write decisions to a file whose name says that it is something else."""
+    """Return the path, or raise InputError unless its suffix is .parquet or .csv."""
     path = Path(path)
     if path.suffix not in (".parquet", ".csv"):
-        raise InputError(f"Decisions are written as Parquet or CSV: end {path.name!r} in .parquet or .csv.")
+        raise InputError(f"The file of decisions must end in .parquet or .csv, got {path.name!r}.")
     return path
 
 
 def for_csv(table: pa.Table) -> pa.Table:
-    """Write decisions out as words: a CSV has no dictionaries."""
+    """Convert the dictionary-encoded column `decision` to text, because CSV has no dictionaries."""
     at = table.column_names.index("decision")
     return table.set_column(at, "decision", table.column(at).cast(pa.string()))
 
 
 def suggestions(labels: np.ndarray | None, predictions: np.ndarray | None, count: int) -> np.ndarray:  # (N,) int64
-    """Return predictions that differ from the labels; -1 where they agree or where either is missing."""
+    """Return predictions that differ from the labels; -1 where both are equal or either is missing."""
     if labels is None or predictions is None:
         return np.full(count, -1, dtype=np.int64)
     return np.where((labels >= 0) & (predictions >= 0) & (labels != predictions), predictions, -1)
 
 
 def _nullable(values: np.ndarray | None, part: slice, least: int) -> pa.Array:
-    """Turn whole numbers into an Arrow array with nulls for those below the least one that means something."""
+    """Convert integers to an Arrow array, with null for values below `least`."""
     if values is None:
         return pa.nulls(part.stop - part.start, pa.int64())
     return pa.array(values[part], pa.int64(), mask=values[part] < least)
 
 
 def _numbers(path: str | Path, table: pa.Table, name: str, kind: pa.DataType, missing: float) -> np.ndarray:
-    """Read a column that another tool may have written: nulls and NaN stand for what is missing."""
+    """Return a column as numbers of the given type, with nulls and NaN replaced by `missing`."""
     column = table[name] if name in table.column_names else pa.nulls(len(table), kind)
     try:
         if pa.types.is_floating(column.type) and pa.types.is_integer(kind):
@@ -290,18 +292,18 @@ def _numbers(path: str | Path, table: pa.Table, name: str, kind: pa.DataType, mi
         return pc.fill_null(column.cast(kind), missing).to_numpy(zero_copy_only=False)
     except pa.ArrowException as error:
         raise MismatchError(
-            f"Column {name} of {path} must hold {'whole ' if pa.types.is_integer(kind) else ''}numbers ({error}). "
-            "Classes are written as their numbers."
+            f"Column {name} of {path} must contain {'whole ' if pa.types.is_integer(kind) else ''}numbers ({error}). "
+            "Use class numbers, not class names."
         ) from None
 
 
 def _unless_empty(table: pa.Table, name: str, values: Any) -> Any:
-    """Return what a column was read as; None where no row has a value in it."""
+    """Return the values of a column; None if the column is missing or has no value in any row."""
     return values if name in table.column_names and table[name].null_count < len(table) else None
 
 
 def _read_csv(path: Path) -> pa.Table:
-    """Read decisions in a CSV; ids are text if they are in quotes, as `write` puts those that are."""
+    """Read decisions from a CSV file; ids are read as text if they are quoted, as `write` quotes ids that are text."""
     with path.open("rb") as file:
         file.readline()
         first = file.readline()
@@ -319,8 +321,8 @@ def _read(path: Path) -> pa.Table:
     except FileNotFoundError:
         raise MismatchError(f"There are no decisions at {path}. Check the path.") from None
     except (pa.ArrowException, OSError) as error:
-        raise MismatchError(f"{path} cannot be read as a table of decisions ({error}). Write it again.") from None
+        raise MismatchError(f"{path} cannot be read as a table of decisions ({error}). Create it again.") from None
     lacking = [name for name in _COLUMNS if name not in table.column_names]
     if lacking:
-        raise MismatchError(f"{path} has no column {lacking[0]}, so it does not hold decisions. Check the path.")
+        raise MismatchError(f"{path} has no column {lacking[0]}, so it is not a file of decisions. Check the path.")
     return table

@@ -1,4 +1,4 @@
-"""The kept part of a dataset, written in the format it came in: rows are copied, never parsed and written anew."""
+"""Export of the kept rows of a dataset in its own format: rows are copied, not parsed and rewritten."""
 
 import hashlib
 import json
@@ -19,18 +19,18 @@ from eigentrace.formats.files import FORMATS, Files, find_files
 from eigentrace.formats.quoting import IsOpen, has_quoting, lines_of, open_after, separator
 from eigentrace.formats.records import without_views
 
-# Rows of a Parquet file that are read at a time, and bytes that are held before they are written as a row group.
+# Rows of a Parquet file that are read at a time, and bytes in memory before a row group is written.
 _ROWS_AT_ONCE = 65_536
 _GROUP_BYTES = 1 << 27
 _STATE = "state.json"
 
 
 class Masked(Protocol):
-    """What says which rows go: `eigentrace.Decisions` do."""
+    """An object with a mask of rows to drop, such as `eigentrace.Decisions`."""
 
     @property
     def mask(self) -> np.ndarray:
-        """One boolean per row, True for those to leave out."""
+        """One boolean per row, True for rows to drop."""
 
 
 def export(
@@ -44,43 +44,45 @@ def export(
     id: str | None = None,
     label: str | None = None,
 ) -> Path:
-    """Write the rows of a dataset that were not dropped, in their order and in the format they came in.
+    """Write the rows of a dataset that are not dropped, in their order and in the format of the dataset.
 
-    Rows of CSV, TSV and JSONL files are copied byte for byte, line breaks inside quotes, encoding and header included;
-    empty lines are no rows, and stay. A TSV file whose quotes are text has a row on every line. Parquet files keep
-    their schema, metadata and compression. Little more than a line or a row group is in memory at a time. The result
-    appears whole or not at all, and what exists is never overwritten.
+    Rows of CSV, TSV and JSONL files are copied byte for byte, including line breaks inside quotes, encoding and header;
+    empty lines are not rows and are copied. In a TSV file without quoting, every line is a row. Parquet files keep
+    their schema, metadata and compression. Little more than a line or a row group is in memory at a time. The output
+    is created by an atomic rename, and an existing path is never overwritten.
 
-    Decisions with ids go by them: the dataset must have the same, in any order. Without ids, rows of one label in the
-    dataset must have one class in the decisions. Booleans go by the order of the rows alone.
+    If the decisions have ids, rows are matched by id: the dataset must have the same ids, in any order. Without ids,
+    rows are matched by position, and rows with the same label in the dataset must have the same class in the decisions.
+    Booleans are matched by position, without checks of content.
 
     Args:
-        decisions: What `eigentrace.clean` gave, or one boolean per row, True for those to leave out.
-        source: A CSV, TSV, JSONL or Parquet file, a pattern or folder of them (in the order of their names), or a
-            folder that `Dataset.save_to_disk` wrote.
-        out: A new path: a file for a file, a folder for anything else.
-        delimiter: What separates the fields of a CSV; the commonest of , ; | and tab in its first line if not given.
-        header: Whether the first record of a CSV or TSV names its columns.
-        split: Which part of a folder that holds several; only this part is written.
+        decisions: The result of `eigentrace.clean`, or one boolean per row, True for rows to drop.
+        source: A CSV, TSV, JSONL or Parquet file, a pattern or folder of them (sorted by name), or a folder written by
+            `Dataset.save_to_disk`.
+        out: A new path: a file if `source` is a file, else a folder.
+        delimiter: The delimiter of CSV fields; the most frequent of , ; | and tab in the first line if not given.
+        header: Whether the first record of a CSV or TSV file contains column names.
+        split: The split of a folder that contains several; only this split is written.
         id: The dataset's column of ids; "id" if not given.
-        label: Its column of labels, which are compared where there are no ids; "label", if there is one, if not given.
+        label: The dataset's column of labels, compared if there are no ids; "label", if it exists, if not given.
 
     Returns:
-        Where the rows were written.
+        The path of the output.
     """
     flags = _Flags(getattr(decisions, "mask", decisions), source)
     files, out = find_files(source, split), Path(out)
     is_file = files.paths == (Path(source),)
     if is_file and FORMATS.get(out.suffix.lower()) != files.format:
         raise InputError(
-            f"The rows are written in the format they came in, {files.format}, and {out.name} names another one."
+            f"The output must have the format of the dataset, {files.format}, but {out.name} has a suffix of another "
+            "format."
         )
     if isinstance(decisions, Decisions):
         mark = separator(files.paths[0], delimiter).decode() if files.format == "csv" else None
         has_names = header or files.format not in ("csv", "tsv")
         flags = _Flags(matched(decisions, files, id, label, mark, has_names), source)
     elif id is not None or label is not None:
-        raise InputError("Booleans have no ids or labels to compare with: give decisions, or leave id and label away.")
+        raise InputError("id and label can only be used with Decisions, got booleans. Pass Decisions, or omit both.")
     with appearing(out) as partial:
         for path, target in zip(files.paths, [partial] if is_file else _targets(files, partial), strict=True):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -104,46 +106,46 @@ def _write(kind: str, source: Path, out: Path, flags: "_Flags", delimiter: str |
 
 
 class _Flags:
-    """One flag per row of the dataset, handed out in order."""
+    """One flag per row of the dataset, consumed in row order."""
 
     def __init__(self, drop: Any, source: str | Path) -> None:
         drop = np.asarray(drop)
         if drop.ndim != 1 or drop.dtype != np.bool_:
             raise InputError(
-                f"Expected one boolean per row, True for those to leave out, got {drop.dtype} of shape {drop.shape}. "
-                "Give what eigentrace.clean returned, or its .mask."
+                f"Expected one boolean per row, True for rows to drop, got {drop.dtype} of shape {drop.shape}. "
+                "Pass the result of eigentrace.clean, or its .mask."
             )
         self.drop, self.source, self.used = drop, source, 0
-        self.bytes = drop.tobytes()  # many times quicker than an array to ask for single ones
+        self.bytes = drop.tobytes()  # indexing single items is much faster than in an array
 
     def take(self, count: int) -> pa.Array:
-        """Tell which of the next rows stay."""
+        """Return which of the next `count` rows are kept."""
         start, self.used = self.used, self.used + count
         if self.used > len(self.drop):
             raise self.mismatch("more")
         return pa.array(~self.drop[start : self.used])
 
     def mismatch(self, found: str) -> MismatchError:
-        """Say that these are not the flags of this dataset."""
+        """Return the error for a dataset with another number of rows than flags."""
         return MismatchError(
-            f"{self.source} holds {found} rows than the {len(self.drop):,} that were decided on. Give the dataset that "
-            "was scored, unchanged; nothing was written."
+            f"{self.source} has {found} rows than the {len(self.drop):,} of the decisions. Pass the dataset that was "
+            "scored, unchanged; nothing was written."
         )
 
     def check_used_up(self) -> None:
-        """Stop if the dataset has ended before the flags."""
+        """Raise MismatchError if the dataset has fewer rows than flags."""
         if self.used < len(self.drop):
             raise self.mismatch(f"{len(self.drop) - self.used:,} fewer")
 
 
 def _targets(files: Files, out: Path) -> list[Path]:
-    """Name files as they were, below the folder that all of them lie in."""
+    """Return the output path of each file: its path relative to the common folder of all files, in `out`."""
     common = Path(os.path.commonpath([path.parent for path in files.paths]))
     return [out / path.relative_to(common) for path in files.paths]
 
 
 def _reader(source: Path, form: str, delimiter: str | None, header: bool) -> IsOpen:
-    """Return what tells whether a quoted field is still open after a line, given whether one was open before."""
+    """Return the function that determines whether a quoted field is open after a line; see `IsOpen`."""
     mark = separator(source, "\t" if form == "tsv" else delimiter)
     if form == "tsv" and not has_quoting(source, header=header):
         return lambda line, inside: False
@@ -151,7 +153,7 @@ def _reader(source: Path, form: str, delimiter: str | None, header: bool) -> IsO
 
 
 def _write_lines(source: Path, out: Path, flags: _Flags, is_open: IsOpen | None, *, header: bool) -> None:
-    """Copy the lines of kept rows, and those that belong to no row: the header and empty lines."""
+    """Copy the lines of kept rows, the header and empty lines."""
     drop, total, row = flags.bytes, len(flags.bytes), flags.used - 1
     in_header, inside, keep = header, False, True
     is_empty = bytes.isspace if is_open is None else (b"\n", b"\r\n", b"\r").__contains__
@@ -171,7 +173,7 @@ def _write_lines(source: Path, out: Path, flags: _Flags, is_open: IsOpen | None,
             if keep:
                 file.write(line)
     if inside:
-        raise DataError(f"{source} ends within quotes that begin in row {row}. Close them; nothing was written.")
+        raise DataError(f"{source}: quotes in row {row} are never closed. Close them; nothing was written.")
     flags.used = row + 1
 
 
@@ -191,7 +193,7 @@ def _write_parquet(source: Path, out: Path, flags: _Flags) -> None:
 
 
 def _kept(batch: pa.RecordBatch, flags: _Flags) -> list[pa.RecordBatch]:
-    """Return the rows of a batch that stay, with the types they have."""
+    """Return the kept rows of a batch, with unchanged types."""
     whole, keep = pa.Table.from_batches([batch]), flags.take(len(batch))
     plain = without_views(whole)
     if plain is whole:
@@ -200,7 +202,7 @@ def _kept(batch: pa.RecordBatch, flags: _Flags) -> list[pa.RecordBatch]:
 
 
 def _flush(writer: pq.ParquetWriter, held: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    """Write what is held as a row group of its own, and hold nothing."""
+    """Write the batches in memory as one row group, and return an empty list."""
     rows = sum(len(part) for part in held)
     if rows:
         writer.write_table(pa.Table.from_batches(held), row_group_size=rows)
@@ -208,7 +210,7 @@ def _flush(writer: pq.ParquetWriter, held: list[pa.RecordBatch]) -> list[pa.Reco
 
 
 def _codecs(file: pq.ParquetFile) -> dict[str, str] | str:
-    """Return how each column is compressed, as the first row group says."""
+    """Return the compression of each column in the first row group."""
     if not file.num_row_groups:
         return "snappy"
     group = file.metadata.row_group(0)
@@ -217,7 +219,7 @@ def _codecs(file: pq.ParquetFile) -> dict[str, str] | str:
 
 
 def _guarded(source: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Tell trouble with reading from trouble with writing."""
+    """Yield batches, and raise read errors as DataError, so that they differ from write errors."""
     try:
         yield from batches
     except (pa.ArrowException, OSError) as error:
@@ -236,7 +238,7 @@ def _write_arrow(source: Path, out: Path, flags: _Flags) -> None:
 
 
 def _write_state(files: Files, out: Path, flags: _Flags) -> None:
-    """Describe a saved dataset as before, under another fingerprint: `datasets` caches results by it."""
+    """Copy the JSON files of a saved dataset, with a new fingerprint, because `datasets` caches results by it."""
     for path in files.folder.glob("*.json"):
         described = json.loads(path.read_text(encoding="utf-8"))
         if path.name == _STATE:

@@ -1,4 +1,4 @@
-"""From scores to decisions: which share of the examples to drop, and which labels to look at again."""
+"""Decisions from scores: which examples to drop, and which labels are suspicious."""
 
 import math
 from numbers import Real
@@ -23,19 +23,19 @@ def clean(
     per_class: bool = False,
     out: str | Path | None = None,
 ) -> Decisions:
-    """Decide which examples to drop. Exactly one of `drop`, `keep`, `above` and `below` says how many.
+    """Return decisions to drop examples by score. Pass exactly one of `drop`, `keep`, `above` and `below`.
 
-    A share of n rows is ⌊share·n + ½⌋ of them. Rows of equal score are taken in their order. A row whose score is NaN
-    counts among the n and is never dropped; a warning says how many there are.
+    A share of n rows is ⌊share·n + ½⌋ rows. Ties are taken in row order. Rows whose score is NaN count among the n rows
+    and are never dropped; a warning gives their number.
 
     Args:
-        run: The run, or anything with its columns.
+        run: The run, or any object with its columns.
         drop: How many of the highest scores to drop: a share ("5%", 0.05) or a number of rows (300).
-        keep: How many of the lowest scores to keep, dropping all others.
+        keep: How many of the lowest scores to keep; all others are dropped.
         above: Drop scores above this number.
         below: Drop scores below this number.
-        by: A numeric column of the run ("self_influence", "loss", "gradient_norm", or one of your own), or N numbers.
-        per_class: Take the share within every given label, so that no class is emptied because it is hard.
+        by: A numeric column of the run ("self_influence", "loss", "gradient_norm", or a user column), or N numbers.
+        per_class: Apply the share within each label, so that hard classes do not lose most of their examples.
         out: A new Parquet or CSV file to write the decisions to.
     """
     asked = {"drop": drop, "keep": keep, "above": above, "below": below}
@@ -43,7 +43,7 @@ def clean(
     if out is not None:
         check_decisions_file(out)
     if len(given) != 1:
-        raise InputError(f"Exactly one of drop, keep, above and below says what goes, got {given or 'none of them'}.")
+        raise InputError(f"Pass exactly one of drop, keep, above and below, got {given or 'none of them'}.")
     name, scores = scores_of(run, by)
     labels, predictions = (whole_numbers(run, column) for column in ("label", "prediction"))
     ranks = ranks_of(scores, lowest=below is not None)
@@ -58,7 +58,7 @@ def clean(
         drops, keeps = (words, f"not {words}") if amount.drops else (f"not {words}", words)
         rule = Rule(name, drops, keeps, is_share=True, per_class=per_class)
     decisions = Decisions(mask, scores, ranks, thresholds, rule, labels, predictions, run.ids)
-    tell_unscored(scores, name, "they are kept, and their reason says so")
+    tell_unscored(scores, name, "they are kept, as their reason states")
     if out is not None:
         decisions.write(out)
     return decisions
@@ -67,18 +67,18 @@ def clean(
 def find_label_issues(
     run: Table, *, by: By = "self_influence", share: Amount | None = None, return_indices: bool = False
 ) -> np.ndarray:
-    """Find examples whose label is probably wrong. A high score is bad.
+    """Return examples whose label is probably wrong. Higher scores are more suspicious.
 
     Args:
-        run: The run, or anything with its columns.
-        by: The score that ranks them, as in `clean`.
-        share: How many of the highest scores to take: a share ("5%", 0.05) or a number of rows. If not given, take the
-            examples for which the model predicts something else than their label.
-        return_indices: Give the rows, most suspicious first, in place of one boolean per row. Rows without a score
+        run: The run, or any object with its columns.
+        by: The score that ranks examples, as in `clean`.
+        share: How many of the highest scores to return: a share ("5%", 0.05) or a number of rows. If not given, return
+            the examples whose label differs from the model's prediction.
+        return_indices: Return row numbers, most suspicious first, instead of one boolean per row. Rows without a score
             come last.
 
     Returns:
-        True for each suspicious row (N,), or the rows themselves.
+        A boolean array (N,), True for suspicious rows, or their row numbers.
     """
     name, scores = scores_of(run, by)
     ranks = ranks_of(scores)
@@ -89,8 +89,8 @@ def find_label_issues(
         labels, predictions = (whole_numbers(run, column) for column in ("label", "prediction"))
         if labels is None or predictions is None:
             raise InputError(
-                "Without a share, suspicious rows are those whose prediction differs from the label, and the run has "
-                f"no {'label' if labels is None else 'prediction'} column. Say how many rows to take: share='5%'."
+                "Without share, suspicious rows are those whose prediction differs from their label, but the run has "
+                f"no {'label' if labels is None else 'prediction'} column. Pass a number of rows, such as share='5%'."
             )
         mask = suggestions(labels, predictions, len(scores)) >= 0
     tell_unscored(scores, name, "they are ranked last")
@@ -105,7 +105,7 @@ def _beyond(scores: np.ndarray, side: str, threshold: Any, per_class: bool) -> t
         raise InputError(f"{side} must be a number, got {threshold!r}.")
     if per_class:
         raise InputError(
-            f"{side}={threshold!r} is the same in every class: per_class=True needs a share to drop or keep."
+            f"{side}={threshold!r} cannot be combined with per_class=True. Use drop or keep with a share instead."
         )
     mask = scores > float(threshold) if side == "above" else scores < float(threshold)
     return mask, np.broadcast_to(float(threshold), scores.shape)
@@ -114,7 +114,7 @@ def _beyond(scores: np.ndarray, side: str, threshold: Any, per_class: bool) -> t
 def _share(
     run: Table, scores: np.ndarray, ranks: np.ndarray, labels: np.ndarray | None, amount: Amounts, per_class: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return which rows go, and the score of the mildest of them within their class."""
+    """Return the mask of rows to drop, and for each row the lowest dropped score (in its class, if per class)."""
     if not per_class:
         (count,) = amount.counts(np.array([len(scores)]))
         limit = count if amount.drops else len(scores) - count
@@ -122,13 +122,13 @@ def _share(
         mildest = scores[mask].min() if mask.any() else np.nan
         return mask, np.broadcast_to(mildest, scores.shape)
     if amount.share is None:
-        raise InputError(f"per_class=True takes a share of every class: give {amount.name} as a percentage.")
+        raise InputError(f"per_class=True needs a share. Pass {amount.name} as a percentage.")
     if labels is None:
-        raise InputError(f"per_class=True needs the given labels, and the run has {', '.join(run.columns)}.")
+        raise InputError(f"per_class=True needs the column 'label', but the run only has {', '.join(run.columns)}.")
     _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     counts = amount.counts(sizes)
     limits = counts if amount.drops else sizes - counts
-    # Sorted by class, and within a class by rank with those that have none last.
+    # Sorted by class, and within a class by rank, rows without a rank last.
     order = np.lexsort((np.where(ranks > 0, ranks, len(ranks) + 1), classes))
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order)) - (np.cumsum(sizes) - sizes)[classes[order]]
