@@ -1,4 +1,4 @@
-"""What examples look like to people: texts, pairs of texts, tokens with their losses, images."""
+"""Rendering of examples for display: texts, pairs of texts, tokens with their losses, images."""
 
 from eigentrace.rendering.example import Kind, Show, Shown, as_shown
 from eigentrace.rendering.pictures import Custom, Images, Tensors

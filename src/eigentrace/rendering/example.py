@@ -1,4 +1,4 @@
-"""One example as people see it, and what every way of showing a dataset offers."""
+"""The class of a rendered example, and the interface of dataset renderers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Token = tuple[str, float | None]
 
 @dataclass(frozen=True)
 class Shown:
-    """One example as people see it."""
+    """One example rendered for display: a text, a pair of texts, tokens or an image."""
 
     kind: Kind
     text: str | None = None
@@ -25,7 +25,7 @@ class Shown:
     target: str | None = None
     """The second text of a pair."""
     tokens: tuple[Token, ...] | None = None
-    """Pieces of a text, each with its loss where that is known."""
+    """The tokens of a text, each with its loss or None."""
     png: bytes | None = None
     """The image as a PNG file."""
 
@@ -34,40 +34,40 @@ class Shown:
         parts = {"image": ("png",), "text": ("text",), "pair": ("text", "target"), "tokens": ("tokens",)}[self.kind]
         missing = [name for name in parts if getattr(self, name) is None]
         if missing:
-            raise InputError(f"An example shown as {self.kind} needs {' and '.join(missing)}, and has none.")
+            raise InputError(f"Shown with kind {self.kind} must have {' and '.join(missing)}, got None.")
 
 
 class Show(Protocol):
-    """Shows the examples of a dataset, by their rows."""
+    """A renderer of the examples of a dataset, called with rows."""
 
     @property
     def kind(self) -> Kind:
-        """What the examples are."""
+        """The kind of the examples: "image", "text", "pair" or "tokens"."""
         ...
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """The names of labels 0, 1, 2, …, if they are known."""
+        """The names of classes 0, 1, 2, …, or None if unknown."""
         ...
 
     def __len__(self) -> int: ...
 
     def __call__(self, rows: Sequence[int]) -> list[Shown]:
-        """Show the examples of some rows, in the order asked for."""
+        """Return the rendered examples of the given rows, in the given order."""
         ...
 
     def search(self, words: str) -> np.ndarray | None:  # (N,) bool
-        """Tell which examples contain the words, in capitals or not; None where there is no text to look in."""
+        """Return which examples contain `words` as a substring (case-insensitive); None if they have no text."""
         ...
 
 
 def as_shown(value: Any, kind: Kind) -> Shown:
-    """Turn what a user's function returns for an example into what is shown.
+    """Convert the value that a user's function returns for an example to a `Shown`.
 
     Args:
         value: A `Shown`; or a text, two texts, tokens (texts, or pairs of a text and a loss), or an image (an array, a
-            tensor, an image of Pillow, or the bytes of a PNG file).
-        kind: Which of these it is.
+            tensor, a Pillow image, or the bytes of a PNG file).
+        kind: The kind of the value.
     """
     if isinstance(value, Shown):
         return value
@@ -80,27 +80,27 @@ def as_shown(value: Any, kind: Kind) -> Shown:
     if kind == "tokens" and _are(value, str, list, tuple):
         return Shown("tokens", tokens=tuple(_token(item) for item in value))
     wanted = {"text": "a text", "pair": "two texts", "tokens": "a list of tokens, or of pairs of a token and a loss"}
-    raise InputError(f"An example of kind {kind} is {wanted[check_kind(kind)]}, got {_short(value)}.")
+    raise InputError(f"An example of kind {kind} must be {wanted[check_kind(kind)]}, got {_short(value)}.")
 
 
 def check_kind(kind: str) -> str:
-    """Refuse a kind that nobody knows how to show."""
+    """Return the kind, or raise InputError if it is unknown."""
     if kind not in KINDS:
         raise InputError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
     return kind
 
 
 def check_rows(rows: Sequence[int], length: int) -> list[int]:
-    """Return rows as plain numbers, and refuse those that are not there: -1 is no row."""
+    """Return rows as Python integers; raise InputError unless all are in 0 to `length` - 1."""
     numbers = [int(row) for row in rows]
     for row in numbers:
         if not 0 <= row < length:
-            raise InputError(f"There is no row {row}: rows are 0 to {length - 1}.")
+            raise InputError(f"Rows must be from 0 to {length - 1}, got {row}.")
     return numbers
 
 
 def class_names(classes: Sequence[Any] | None) -> tuple[str, ...] | None:
-    """Return names of labels as texts."""
+    """Return class names as strings, or None."""
     return None if classes is None else tuple(str(name) for name in classes)
 
 
@@ -116,7 +116,7 @@ def _token(item: Any) -> Token:
             return text, None
         case (str() as text, loss) if isinstance(loss, Real):
             return text, float(loss)
-    raise InputError(f"A token is a text, or a pair of a text and its loss (a number or None), got {_short(item)}.")
+    raise InputError(f"A token must be a text, or a pair of a text and a loss (a number or None), got {_short(item)}.")
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Examples shown by a function, or by the tensors a network sees."""
+"""Renderers of examples by a user's function, and of image tensors."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -15,21 +15,21 @@ from eigentrace.rendering.example import Kind, Shown, as_shown, check_kind, chec
 from eigentrace.rendering.png import Scale, as_pixels, encode_png, smaller
 from eigentrace.settings import check_counts
 
-# Examples by which black and white are settled.
+# Number of examples from which the values of black and white are determined.
 _SAMPLE = 16
-# What is taken for a grey image without being told: nothing is that small, and tables of numbers are no squares.
+# Minimum side of square matrices that are rendered as grey images by default.
 _LEAST_SQUARE = 8
 
 
 class Custom:
-    """Examples shown by a user's own function.
+    """A renderer that calls a user's function.
 
     Args:
-        function: Takes a row, and returns what `eigentrace.rendering.as_shown` takes: a text, two texts, tokens, an
-            image, or a `Shown`. It is never called by two threads at once.
+        function: Takes a row and returns a text, two texts, tokens, an image, or a `Shown`; see
+            `eigentrace.rendering.as_shown`. It is never called by two threads at once.
         kind: "image", "text", "pair" or "tokens".
-        length: How many examples there are.
-        classes: The names of labels 0, 1, 2, …
+        length: Number of examples.
+        classes: The names of classes 0, 1, 2, …
         search: Takes words and returns one boolean per example, True for those that contain them.
     """
 
@@ -51,13 +51,13 @@ class Custom:
         return self._length
 
     def __call__(self, rows: Sequence[int]) -> list[Shown]:
-        """Ask the function about some rows."""
+        """Return the rendered examples of the given rows."""
         rows = check_rows(rows, self._length)
         with self._lock:
             return [as_shown(self._function(row), self.kind) for row in rows]
 
     def search(self, words: str) -> np.ndarray | None:  # (N,) bool
-        """Tell which examples contain the words, where the user said how."""
+        """Return which examples contain the words by the user's `search`; None without it."""
         if self._search is None:
             return None
         found = np.asarray(self._search(words))
@@ -70,13 +70,13 @@ class Custom:
 
 
 class Images:
-    """Examples that are an image each.
+    """A renderer of examples that are images, read by a function.
 
     Args:
-        get: Takes a row, and returns an array, a tensor, an image of Pillow, or the bytes of a PNG file. It is never
-            called by two threads at once.
-        length: How many examples there are.
-        classes: The names of labels 0, 1, 2, …
+        get: Takes a row and returns an array, a tensor, a Pillow image, or the bytes of a PNG file. It is never called
+            by two threads at once.
+        length: Number of examples.
+        classes: The names of classes 0, 1, 2, …
     """
 
     kind: Kind = "image"
@@ -89,23 +89,23 @@ class Images:
         return len(self._custom)
 
     def __call__(self, rows: Sequence[int]) -> list[Shown]:
-        """Make PNG files of the images of some rows."""
+        """Return the images of the given rows as PNG files."""
         return self._custom(rows)
 
     def search(self, words: str) -> None:
-        """There is no text to look in."""
+        """Return None, because images contain no text."""
 
 
 class Tensors:
-    """The images that a network sees: the first tensor of an example that can be one.
+    """A renderer of image tensors: of each example, the first tensor whose shape is that of an image.
 
-    Values from 0 to 1, or from 0 to 255, are taken as they are; others, such as those of normalised images, are spread
-    between the lowest and the highest of a few examples.
+    Values in 0 to 1 or 0 to 255 are rendered unchanged. Other values, such as those of normalised images, are scaled
+    by the lowest and highest value of a few examples.
 
     Args:
-        data: Images as one tensor, (N, channels, height, width) or (N, height, width); or examples that hold them, in
-            any form that `fit` takes.
-        classes: The names of labels 0, 1, 2, …
+        data: Images as one tensor, (N, channels, height, width) or (N, height, width); or examples that contain them,
+            in any form that `fit` accepts.
+        classes: The names of classes 0, 1, 2, …
     """
 
     kind: Kind = "image"
@@ -116,15 +116,15 @@ class Tensors:
         if not any(_may_be_image(tensor) for tensor in tensors_of(self._data.first(1).values)):
             raise InputError(
                 "No tensor of the first example is an image of shape (height, width) or (channels, height, width) with "
-                "1, 3 or 4 channels. Show examples by a function: eigentrace.rendering.Custom(function, kind, length)."
+                "1, 3 or 4 channels. Use a function instead: eigentrace.rendering.Custom(function, kind, length)."
             )
 
     @classmethod
     def found_in(cls, data: Data, classes: Sequence[str] | None = None) -> "Tensors | None":
-        """Return a way to show the data if its examples look like images, else None.
+        """Return a renderer of the data if its examples look like images, else None.
 
-        Without being told, (channels, height, width) is an image, and of (height, width) only a square of at least 8
-        pixels: sequences of vectors have that shape too. Data that can only be read in order is left alone.
+        A tensor (channels, height, width) is an image. A tensor (height, width) is one only if it is a square of at
+        least 8 pixels, because sequences of vectors are matrices too. Data that is not seekable is not read.
         """
         if not data.is_seekable:
             return None
@@ -135,14 +135,14 @@ class Tensors:
         return len(self._data)
 
     def __call__(self, rows: Sequence[int]) -> list[Shown]:
-        """Make PNG files of the images of some rows."""
+        """Return the images of the given rows as PNG files."""
         rows = check_rows(rows, len(self))
         with self._lock:
             found = self._pixels(np.unique(rows)) if rows else {}
             return [Shown("image", png=encode_png(smaller(self._scale(found[row])))) for row in rows]
 
     def search(self, words: str) -> None:
-        """There is no text to look in."""
+        """Return None, because images contain no text."""
 
     @cached_property
     def _scale(self) -> Scale:
@@ -150,12 +150,12 @@ class Tensors:
         return Scale.of(np.concatenate([pixels.reshape(-1) for pixels in sample.values()]))
 
     def _pixels(self, rows: np.ndarray) -> dict[int, np.ndarray]:
-        """Read the images of ascending rows, each in a batch of its own: their shapes may differ."""
+        """Return the images of ascending rows, read one by one because their shapes may differ."""
         found: dict[int, np.ndarray] = {}
         for batch in self._data.rebatched(1).batches(rows):
             image = next((t for t in tensors_of(batch.values) if _may_be_image(t) and len(t) == len(batch)), None)
             if image is None:
-                raise InputError(f"Row {batch.rows[0]} holds no image, and the first row does.")
+                raise InputError(f"Row {batch.rows[0]} contains no image, but the first row does.")
             found |= {int(row): as_pixels(pixels) for row, pixels in zip(batch.rows, image, strict=True)}
         return found
 

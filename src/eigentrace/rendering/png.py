@@ -1,4 +1,4 @@
-"""Arrays, tensors and Pillow images as PNG files small enough for a page, without Pillow where it is not needed."""
+"""Conversion of arrays, tensors and Pillow images to small PNG files, without importing Pillow."""
 
 import io
 import struct
@@ -15,7 +15,7 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 MOST_PIXELS = 512
-"""The longest side of an image on a page."""
+"""Maximum width and height of an image on the page, in pixels."""
 
 
 _CHANNELS = (1, 3, 4)
@@ -23,16 +23,16 @@ _CHANNELS = (1, 3, 4)
 
 @dataclass(frozen=True)
 class Scale:
-    """Which numbers are black and white."""
+    """The values that are rendered as black and white."""
 
     low: float
     high: float
 
     @classmethod
     def of(cls, values: np.ndarray) -> "Scale":
-        """Guess from pixels: 0 to 1 or 0 to 255 where the values lie within, else from the lowest to the highest.
+        """Return the range of values: 0 to 1 or 0 to 255 if it contains all of them, else their minimum and maximum.
 
-        The last is how images that were normalised for a network come out: the colours shift, the shapes remain.
+        Minimum and maximum are used for normalised images, whose colours are shifted then.
         """
         if values.dtype == np.uint8:
             return cls(0.0, 255.0)
@@ -44,7 +44,7 @@ class Scale:
         return cls(low, high)
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
-        """Return values as uint8; what is not a number is black."""
+        """Return values scaled to uint8, NaN as 0."""
         if values.dtype == np.uint8 and (self.low, self.high) == (0.0, 255.0):
             return values
         shares = (values.astype(np.float64) - self.low) / max(self.high - self.low, 1e-12)
@@ -52,16 +52,16 @@ class Scale:
 
 
 def as_png(image: Any) -> bytes:
-    """Turn an array, a tensor, an image of Pillow, or the bytes of a PNG file into a PNG file of at most 512 pixels.
+    """Convert an array, a tensor, a Pillow image, or the bytes of a PNG file to a PNG file of at most 512×512 pixels.
 
-    Arrays have their channels last, tensors first, as is the custom of either; where only the other reading gives 1, 3
-    or 4 channels, that one is taken. The bytes of a file are passed on as they are.
+    Channels are the last axis of arrays and the first axis of tensors; if that axis does not have size 1, 3 or 4, the
+    other one is used. The bytes of a PNG file are returned unchanged, in their size.
     """
     if isinstance(image, bytes):
         if not image.startswith(SIGNATURE):
-            raise InputError("The bytes of an image are no PNG file: give an array, or an image opened by Pillow.")
+            raise InputError("Images as bytes must be PNG files. Pass an array or a Pillow image for other formats.")
         return image
-    # Recognised by what it can do: this room has no business with the package.
+    # A Pillow image, recognised by its methods without importing Pillow.
     if hasattr(image, "save") and hasattr(image, "thumbnail"):
         return _from_pillow(image)
     pixels = as_pixels(image)
@@ -69,7 +69,7 @@ def as_png(image: Any) -> bytes:
 
 
 def as_pixels(image: Any) -> np.ndarray:  # (H, W) or (H, W, channels)
-    """Return the values of an array or tensor, its channels last."""
+    """Return the values of an array or tensor, with the channels last."""
     first = isinstance(image, Tensor)
     values = image.detach().cpu().float().numpy() if _is_float(image) else np.asarray(image)
     if values.ndim == 2:
@@ -79,13 +79,13 @@ def as_pixels(image: Any) -> np.ndarray:  # (H, W) or (H, W, channels)
             if values.shape[axis] in _CHANNELS:
                 return np.moveaxis(values, axis, 2)
     raise InputError(
-        f"An image must be (height, width), or have 1, 3 or 4 channels in front or behind, got the shape "
-        f"{tuple(values.shape)}."
+        "An image must have shape (height, width), (height, width, channels) or (channels, height, width) with 1, 3 "
+        f"or 4 channels, got {tuple(values.shape)}."
     )
 
 
 def smaller(pixels: np.ndarray) -> np.ndarray:  # uint8
-    """Average squares of pixels until no side is longer than 512."""
+    """Return an image of at most 512×512 pixels, by averaging square blocks of pixels."""
     step = -(-max(pixels.shape[:2]) // MOST_PIXELS)
     height, width = pixels.shape[0] // step, pixels.shape[1] // step
     if step == 1 or not height or not width:
@@ -107,25 +107,25 @@ def _from_pillow(image: Any) -> bytes:
     return stored.getvalue()
 
 
-# The standard's number for what each pixel holds, by how many values that is.
+# The PNG colour type by the number of channels.
 _COLOURS = {1: 0, 3: 2, 4: 6}
 
 
 def encode_png(image: np.ndarray) -> bytes:  # (H, W) or (H, W, 1, 3 or 4) uint8
-    """Encode an image without loss: grey, colours, or colours with opacity.
+    """Encode a grey, RGB or RGBA image as a PNG file.
 
     Raises:
-        InputError: If it is no uint8 array of such a shape, or has no pixels.
+        InputError: If the image is not a uint8 array of such a shape, or has no pixels.
     """
     pixels = image[..., None] if image.ndim == 2 else image
     if pixels.ndim != 3 or pixels.shape[2] not in _COLOURS or pixels.dtype != np.uint8 or pixels.size == 0:
         raise InputError(
             f"An image must be a (height, width) or (height, width, 1, 3 or 4) uint8 array, got {image.dtype} of shape "
-            f"{image.shape}: scale values to 0-255, with the channels last."
+            f"{image.shape}. Scale values to 0-255 and move the channels last."
         )
     height, width, channels = pixels.shape
-    header = struct.pack(">IIBBBBB", width, height, 8, _COLOURS[channels], 0, 0, 0)  # 8 bits, nothing interlaced
-    # Each line starts with the number of its filter; 0 leaves the pixels as they are.
+    header = struct.pack(">IIBBBBB", width, height, 8, _COLOURS[channels], 0, 0, 0)  # 8 bits, not interlaced
+    # Each line starts with its filter type; 0 means no filter.
     lines = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, width * channels)], axis=1)
     return SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(lines.tobytes())) + _chunk(b"IEND", b"")
 

@@ -1,4 +1,4 @@
-"""Texts of a table, read when they are looked at, and searched a column at a time."""
+"""Renderers of texts and pairs of texts in a table, which are read on access."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from eigentrace.rendering.example import Kind, Shown, check_rows, class_names
 
 
 class TextSource(Protocol):
-    """A dataset whose rows are read in any order, and whose columns in parts."""
+    """A dataset with random access to rows, and sequential access to columns in chunks."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -22,11 +22,11 @@ class TextSource(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, rows: Sequence[int], names: Sequence[str]) -> pa.Table:
-        """Read some rows of some columns, in the order asked for."""
+        """Return some rows of some columns, in the given order."""
         ...
 
     def chunks(self, column: str) -> Iterator[tuple[int, pa.Array]]:
-        """Yield a column in order as (first row, values)."""
+        """Yield a column in row order as (first row, values)."""
         ...
 
 
@@ -40,7 +40,7 @@ class _Held:
         return self._table.num_rows
 
     def read(self, rows: Sequence[int], names: Sequence[str]) -> pa.Table:
-        # `take` would join all chunks of a column, and fail where that passes 2 GiB of text.
+        # `take` would concatenate all chunks of a column, and fail if they exceed 2 GiB of text.
         return pa.concat_tables([self._table.select(names).slice(row, 1) for row in rows])
 
     def chunks(self, column: str) -> Iterator[tuple[int, pa.Array]]:
@@ -51,12 +51,12 @@ class _Held:
 
 
 class Texts:
-    """Examples that are a text each.
+    """A renderer of examples with one text.
 
     Args:
         source: A pyarrow Table, a mapping of names to columns, an opened dataset, or the texts themselves.
-        column: Which column holds the texts.
-        classes: The names of labels 0, 1, 2, …
+        column: The column of texts.
+        classes: The names of classes 0, 1, 2, …
     """
 
     kind: Kind = "text"
@@ -71,23 +71,23 @@ class Texts:
         return len(self._columns)
 
     def __call__(self, rows: Sequence[int]) -> list[Shown]:
-        """Read the texts of some rows."""
+        """Return the texts of the given rows."""
         (texts,) = _read(self._columns, rows, self._column)
         return [Shown("text", text=text) for text in texts]
 
     def search(self, words: str) -> np.ndarray:  # (N,) bool
-        """Tell which texts contain the words."""
+        """Return which texts contain `words` as a substring (case-insensitive)."""
         return _containing(self._columns, self._column, words)
 
 
 class Pairs:
-    """Examples of two texts: a source and its translation, a question and its answer.
+    """A renderer of examples with two texts, such as a source and its translation, or a question and its answer.
 
     Args:
         source: A pyarrow Table, a mapping of names to columns, or an opened dataset.
-        text: Which column holds the first texts.
-        target: Which column holds the second.
-        classes: The names of labels 0, 1, 2, …
+        text: The column of first texts.
+        target: The column of second texts.
+        classes: The names of classes 0, 1, 2, …
     """
 
     kind: Kind = "pair"
@@ -102,12 +102,12 @@ class Pairs:
         return len(self._columns)
 
     def __call__(self, rows: Sequence[int]) -> list[Shown]:
-        """Read both texts of some rows."""
+        """Return both texts of the given rows."""
         texts, targets = _read(self._columns, rows, self._text, self._target)
         return [Shown("pair", text=text, target=target) for text, target in zip(texts, targets, strict=True)]
 
     def search(self, words: str) -> np.ndarray:  # (N,) bool
-        """Tell in which pairs one of the two contains the words."""
+        """Return which pairs contain `words` in either text, as a substring (case-insensitive)."""
         return _containing(self._columns, self._text, words) | _containing(self._columns, self._target, words)
 
 
@@ -117,10 +117,10 @@ def _opened(source: Any, *names: str) -> TextSource:
     if isinstance(source, pa.Table):
         source = _Held(source)
     if not all(hasattr(source, name) for name in ("schema", "read", "chunks")):
-        raise InputError(f"Texts are read from a pyarrow Table or a mapping of columns, got {type(source).__name__}.")
+        raise InputError(f"source must be a pyarrow Table or a mapping of columns, got {type(source).__name__}.")
     for name in names:
         if name not in source.schema.names:
-            raise InputError(f"There is no column {name!r} to show. There are: {', '.join(source.schema.names)}.")
+            raise InputError(f"There is no column {name!r}. The columns are: {', '.join(source.schema.names)}.")
     return source
 
 
@@ -142,7 +142,7 @@ def _containing(columns: TextSource, name: str, words: str) -> np.ndarray:  # (N
 
 def _matches(chunk: pa.Array, words: str) -> np.ndarray:
     if pa.types.is_dictionary(chunk.type):
-        among = np.append(_matches(chunk.dictionary, words), False)  # a row without a value is none of them
+        among = np.append(_matches(chunk.dictionary, words), False)  # the last entry is for null
         return among[pc.fill_null(chunk.indices, len(chunk.dictionary)).to_numpy(zero_copy_only=False)]
     if not (pa.types.is_string(chunk.type) or pa.types.is_large_string(chunk.type)):
         chunk = pc.cast(chunk, pa.large_string())
