@@ -190,7 +190,7 @@ class Decisions:
             what = (
                 f"has the decision {wrong[0].as_py()!r}" if len(wrong) else "does not list rows 0, 1, 2, ... in order"
             )
-            raise MismatchError(f"{path} {what}. It must contain all rows in order, each with {', '.join(WORDS)}.")
+            raise MismatchError(f"{path} {what}. It must list all rows in order, each with one of {', '.join(WORDS)}.")
         known = table.schema.metadata or {}
         return Decisions(
             mask=pc.equal(words, "drop").to_numpy(),

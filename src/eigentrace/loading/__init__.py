@@ -1,4 +1,4 @@
-"""What a user's words mean: a function, folders of a model and a dataset, or a file of settings, as task and data."""
+"""Loading of task and data from a user's function, a model folder and a dataset, or a settings file."""
 
 from eigentrace.loading.function import from_function
 from eigentrace.loading.inputs import Inputs

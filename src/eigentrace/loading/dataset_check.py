@@ -1,4 +1,4 @@
-"""Check that a dataset is still the one that a run scored."""
+"""Check that a dataset has not changed since a run scored it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,22 +20,22 @@ def check_unchanged(
     *,
     whole: bool = False,
 ) -> None:
-    """Stop if a dataset is not the one that a run scored.
+    """Raise MismatchError if a dataset differs from the one that a run scored.
 
-    Ids and labels are compared row by row; of the rest 64 rows, or all with `whole`.
+    Ids and labels are compared in all rows; other content in 64 rows, or in all rows with `whole`.
 
     Args:
         records: The dataset.
-        roles: Which column serves as what.
+        roles: The column of each role, such as text or label.
         identity: The column of ids.
         folder: The run.
-        how: What the run was made from.
-        whole: Read all that there is, and accept rows that stand in another order under the same ids.
+        how: The request of the run.
+        whole: Compare the content of all rows, and accept rows in a different order if they have the same ids.
     """
     count, known, found = int(folder.manifest["data"]["rows"]), how.get("data") or {}, None
     columns = content_columns(roles, identity)
     if len(records) != count:
-        found = f"it has {len(records):,} rows, and {count:,} were scored"
+        found = f"it has {len(records):,} rows, but {count:,} were scored"
     held = stored_ids(folder) if identity is not None and found is None else None
     moved = False
     if held is not None and identity is not None:
@@ -51,11 +51,11 @@ def check_unchanged(
         now = content_of(records, columns)
         if now.get(key) != known[key]:
             same = now.get("unordered") == known["unordered"]
-            found = "its rows are in another order" if same else "its rows hold something else"
+            found = "its rows are in a different order" if same else "the content of its rows differs"
     elif found is None and "sample" in known and sample_of(records, columns) != known["sample"]:
-        found = "its rows hold something else, or are in another order"
+        found = "the content or the order of its rows differs"
     if found is not None:
         raise MismatchError(
-            f"{records.name} is not what the run at {folder.path} scored: {found}. Bring back the dataset that was "
-            "scored, or fit and score what it is now in another directory."
+            f"{records.name} has changed since the run at {folder.path} scored it: {found}. Restore the dataset that "
+            "was scored, or fit and score the current one in another directory."
         )

@@ -1,4 +1,4 @@
-"""A task and its data from a function of the user's own, named on the command line."""
+"""Loading of task and data from a user's function."""
 
 import hashlib
 import importlib
@@ -17,18 +17,18 @@ from eigentrace.task.task import Task
 
 
 def from_function(name: str, args: Mapping[str, Any] | None = None) -> Inputs:
-    """Call the function that a user names, and take what it returns as task and data.
+    """Import a user's function, call it, and return its task and data.
 
-    The current directory is put on the import path and stays there, as with `python -m`; for a file its own folder is.
+    The current directory, or the folder of the file, is added to the import path permanently, as with `python -m`.
 
     Args:
-        name: `package.module:function` or `path/to/file.py:function`. It returns `(task, data)`, or `Inputs`.
-        args: What the function is called with, by name.
+        name: `package.module:function` or `path/to/file.py:function`. The function returns `(task, data)`, or `Inputs`.
+        args: Keyword arguments of the function.
     """
     place, colon, called = name.rpartition(":")
     if not colon or not place or not called:
         raise InputError(
-            f"{name!r} does not name a function: write package.module:function, or path/to/file.py:function."
+            f"The function must have the form package.module:function or path/to/file.py:function, got {name!r}."
         )
     module = _from_file(Path(place)) if place.endswith(".py") else _from_path(place)
     function = _found(module, place, called)
@@ -37,8 +37,8 @@ def from_function(name: str, args: Mapping[str, Any] | None = None) -> Inputs:
         inspect.signature(function).bind(**args)
     except TypeError as error:
         raise InputError(
-            f"{name} takes {inspect.signature(function)}, and was given ({', '.join(args)}): {error}. Name its "
-            "arguments as the function does."
+            f"{name} has the signature {inspect.signature(function)}, got the arguments ({', '.join(args)}): {error}. "
+            "Pass arguments with the names in the signature."
         ) from None
     return _as_inputs(function(**args), name)
 
@@ -48,21 +48,21 @@ def _from_path(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # What the module itself fails to import is the user's to see, with its traceback.
+        # A failing import inside the module is raised with its stack trace.
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise
         raise InputError(
-            f"There is no module {name!r}: {error.name!r} was not found in {Path.cwd()} nor among the installed "
-            "packages. Run the command where the module can be imported, or give the file, path/to/file.py:function."
+            f"There is no module {name!r}: {error.name!r} is neither in {Path.cwd()} nor an installed package. Run the "
+            "command where the module can be imported, or pass a file, path/to/file.py:function."
         ) from None
 
 
 def _from_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        raise InputError(f"There is no file {path}, from which a function was asked for.")
+        raise InputError(f"There is no file {path} to import the function from.")
     _make_importable(path.parent)
-    # A name of its own: a file called json.py must not take the place of a module that others import.
+    # A unique module name, because a file called json.py must not replace the module json.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -89,8 +89,8 @@ def _found(module: ModuleType, place: str, name: str) -> Callable[..., Any]:
     known = sorted(
         key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
     )
-    what = f"{name!r} in {place} is no function" if hasattr(module, name) else f"{place} has no function {name!r}"
-    raise InputError(f"{what}. Functions it has: {', '.join(known) or 'none'}.")
+    what = f"{name!r} in {place} is not a function" if hasattr(module, name) else f"{place} has no function {name!r}"
+    raise InputError(f"{what}. Its functions are: {', '.join(known) or 'none'}.")
 
 
 def _as_inputs(made: Any, name: str) -> Inputs:
@@ -100,6 +100,6 @@ def _as_inputs(made: Any, name: str) -> Inputs:
         return Inputs(made[0], as_data(made[1]))
     kinds = ", ".join(type(item).__name__ for item in made) if isinstance(made, tuple) else ""
     raise InputError(
-        f"{name} returned {f'({kinds})' if kinds else type(made).__name__}, and must return (task, data): an "
-        "eigentrace.Task, for instance eigentrace.classification(model), and the training data."
+        f"{name} must return (task, data), an eigentrace.Task such as eigentrace.classification(model) and the "
+        f"training data, got {f'({kinds})' if kinds else type(made).__name__}."
     )

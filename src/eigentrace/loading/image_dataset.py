@@ -1,4 +1,4 @@
-"""Images of a dataset as the numbers a model was trained on. Only this module knows PIL."""
+"""Datasets of images, preprocessed to pixel values for a model. Only this module imports PIL."""
 
 import io
 import json
@@ -20,16 +20,16 @@ from eigentrace.loading.hugging_face import load_image_processor
 from eigentrace.rendering.png import MOST_PIXELS
 
 Prepare = Callable[[Any], np.ndarray]  # an image -> (channels, height, width)
-# What is decoded of files that somebody sends, and up to which size.
+# Formats of uploaded images that are decoded, and their maximum number of pixels.
 _FROM_OUTSIDE = ("PNG", "JPEG", "WEBP")
 _MOST_FROM_OUTSIDE = 1 << 24
-# Every setting that `_prepared` follows, or that says nothing about the numbers.
+# Settings that `Plain` implements, or that do not affect pixel values.
 _FOLLOWED = {
     "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize",
     "image_mean", "image_std", "do_convert_rgb", "image_processor_type", "feature_extractor_type", "processor_class",
     "_valid_processor_keys", "data_format", "input_data_format", "return_tensors", "device", "default_to_square",
 }  # fmt: skip
-# Processors that do nothing but these steps; a step that the settings leave unsaid is the class's own choice.
+# Processors with no other steps than these. The settings must state each step, because defaults depend on the class.
 _THREE = {"do_resize", "do_rescale", "do_normalize"}
 _STEPS = {
     "ViTImageProcessor": _THREE,
@@ -41,12 +41,12 @@ _STEPS = {
 
 @dataclass(frozen=True)
 class ImageDataset:
-    """Rows of a dataset as pixel values and labels; what torch calls a map-style dataset."""
+    """A map-style torch dataset of pixel values and labels."""
 
     records: Records
     column: str
     folder: Path
-    """Where paths in the dataset begin."""
+    """The folder that paths in the dataset are relative to."""
     prepare: Prepare
     labels: np.ndarray  # (N,)
     mode: str = "RGB"
@@ -62,7 +62,7 @@ class ImageDataset:
         return self.__getitems__([row])[0]
 
     def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Read and prepare several images; torch's loader asks for a batch at once."""
+        """Return several examples, as torch's DataLoader requests a batch."""
         stored = self.records.read(rows, [self.column]).column(0).to_pylist()
         return [
             {"pixel_values": self._pixels(row, image), "labels": int(self.labels[row])}
@@ -70,7 +70,7 @@ class ImageDataset:
         ]
 
     def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Stack examples to a batch."""
+        """Return a batch of stacked examples."""
         pixels = torch.from_numpy(np.stack([example["pixel_values"] for example in examples]))
         return {"pixel_values": pixels, "labels": torch.tensor([example["labels"] for example in examples])}
 
@@ -80,12 +80,12 @@ class ImageDataset:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Rows of a dataset as images of Pillow, no larger than a page shows them."""
+    """Images of a dataset by row, as Pillow images no larger than on the page."""
 
     records: Records
     column: str
     folder: Path
-    """Where paths in the dataset begin."""
+    """The folder that paths in the dataset are relative to."""
 
     def __call__(self, row: int) -> Any:
         """Open the image of one row."""
@@ -94,7 +94,7 @@ class Pictures:
 
 
 def _opened(files: ImageDataset | Pictures, row: int, stored: Any, most: int | None = None) -> Any:
-    """Read an image of a row the right way up, and no side of it longer than asked for."""
+    """Open the image of a row, rotated by its EXIF orientation, with both sides of at most `most` pixels."""
     pillow = _pillow()
     where = f"{row} of {files.records.name} (counted from 0)"
     data, path = _parts(stored)
@@ -112,10 +112,10 @@ def _opened(files: ImageDataset | Pictures, row: int, stored: Any, most: int | N
 
 
 def read_pixels(data: bytes, mode: str = "RGB") -> np.ndarray:  # (H, W) or (H, W, channels) uint8
-    """Decode an image file that comes from outside: PNG, JPEG or WebP, of at most 2²⁴ pixels, which its header tells.
+    """Decode an uploaded image, which must be a PNG, JPEG or WebP file of at most 2²⁴ pixels.
 
     Raises:
-        InputError: If it is anything else.
+        InputError: If the file has another format, is damaged or has more pixels; the size is read from its header.
     """
     pillow = _pillow()
     try:
@@ -125,26 +125,26 @@ def read_pixels(data: bytes, mode: str = "RGB") -> np.ndarray:  # (H, W) or (H, 
     except (pillow.Image.DecompressionBombWarning, pillow.Image.DecompressionBombError):
         pass
     except (OSError, SyntaxError, ValueError) as error:
-        raise InputError(f"The image cannot be read: {error}. Give a PNG, JPEG or WebP file.") from None
-    raise InputError("The image has more than 2²⁴ pixels, the most that are taken: make it smaller.")
+        raise InputError(f"The image cannot be read: {error}. Pass a PNG, JPEG or WebP file.") from None
+    raise InputError("The image must have at most 2²⁴ pixels. Resize it.")
 
 
 def check_images(records: Records, column: str) -> None:
-    """Refuse a column that holds neither paths nor bytes, nor both as the `datasets` package stores them."""
+    """Raise InputError unless a column contains paths, bytes, or both as the `datasets` package stores them."""
     kind = records.schema.field(column).type
     names = {field.name for field in kind} if pa.types.is_struct(kind) else set()
     if not (is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or {"bytes", "path"} <= names):
         raise InputError(
-            f"Column {column!r} of {records.name} holds {kind}, and images are paths, bytes of image files, or both as "
-            "the `datasets` package stores them. Name another column with image."
+            f"Column {column!r} of {records.name} must contain paths, bytes of image files, or both as the `datasets` "
+            f"package stores them, got {kind}. Choose another column with image."
         )
 
 
 def preparation(folder: Path) -> Prepare:
-    """Return what turns an image into pixel values, as the model folder's preprocessor_config.json says.
+    """Return a function that converts an image to pixel values by the model folder's preprocessor_config.json.
 
-    The common settings are followed here, with the results of the folder's own processor: its classes import
-    torchvision wherever it is installed. Other settings are left to them.
+    Common settings are implemented by `Plain`, with the same results as the folder's image processor, whose classes
+    import torchvision if it is installed. Other settings use that processor.
     """
     _pillow()
     path = folder / "preprocessor_config.json"
@@ -163,7 +163,7 @@ def preparation(folder: Path) -> Prepare:
 
 
 def _is_plain(settings: Mapping[str, Any]) -> bool:
-    """Tell whether the settings say everything that `Plain` does, and nothing it does not do."""
+    """Return whether `Plain` implements the settings: all steps are stated, and no others are used."""
     kind = str(settings.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
     if kind not in _STEPS or not settings.keys() <= _FOLLOWED or not settings.keys() >= _STEPS[kind]:
         return False
@@ -180,12 +180,12 @@ def _is_plain(settings: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Plain:
-    """Resize, cut out the middle, scale, normalise: what almost every image processor is."""
+    """The common image preprocessing: resize, centre crop, rescale, normalise."""
 
     settings: Mapping[str, Any]
 
     def __call__(self, image: Any) -> np.ndarray:  # (channels, height, width)
-        """Prepare one image."""
+        """Return the pixel values of one image."""
         told = self.settings
         if told["do_resize"]:
             image = image.resize(_new_size(image.size, told["size"]), told["resample"])
@@ -202,12 +202,12 @@ class Plain:
 
 @dataclass(frozen=True)
 class Processed:
-    """The folder's own image processor, one image at a time."""
+    """Preprocessing by the model folder's image processor, one image at a time."""
 
     processor: Any
 
     def __call__(self, image: Any) -> np.ndarray:  # (channels, height, width)
-        """Prepare one image."""
+        """Return the pixel values of one image."""
         return np.asarray(self.processor(image, return_tensors="np")["pixel_values"][0], dtype=np.float32)
 
 
@@ -221,7 +221,7 @@ def _new_size(size: tuple[int, int], wanted: Mapping[str, int]) -> tuple[int, in
 
 
 def _middle(pixels: np.ndarray, wanted: Mapping[str, int]) -> np.ndarray:
-    """Cut out the middle; what lies beyond an image that is too small is black."""
+    """Return the centre crop, with images that are too small padded by zeros."""
     height, width = wanted["height"], wanted["width"]
     top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
     missing = [max(0, -top), max(0, -left)]
@@ -241,6 +241,6 @@ def _pillow() -> ModuleType:
         import PIL.ImageOps
     except ModuleNotFoundError:
         raise InputError(
-            'Images need the package pillow, which is not installed. In the clone: pip install -e ".[images]"'
+            'Images need the package pillow, which is not installed. In the clone, run: pip install -e ".[images]"'
         ) from None
     return PIL

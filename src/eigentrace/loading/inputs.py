@@ -1,4 +1,4 @@
-"""What every way of naming a model and its data ends with."""
+"""The class Inputs: the task, the data and further content of a dataset, as returned by all loaders."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,27 +13,27 @@ from eigentrace.rendering import Show
 from eigentrace.task.task import Task
 
 Example = Mapping[str, Any]
-"""A new example, by what its parts are for: text, text_pair, target, label (a class by number or name), and image (the
-bytes of a file, or a uint8 array (height, width) or (height, width, 3))."""
+"""A new example as a mapping with the keys text, text_pair, target, label (a class number or name) and image (the bytes
+of a file, or a uint8 array (height, width) or (height, width, 3)), as the task requires."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A task and its training data, and what else the dataset says about every example."""
+    """A task, its training data, and optional metadata, rendering and content hashes of the dataset."""
 
     task: Task
     data: Data
     columns: pa.Table | None = None
-    """Metadata, one row per example, the id column included; None where there is none."""
+    """Metadata with one row per example, including the column of ids; None if there is none."""
     source: Path | None = None
-    """The file or folder the examples were read from, which a filtered dataset is written in the form of."""
+    """The file or folder of the examples, whose format a filtered dataset gets."""
     show: Show | None = None
-    """What the examples look like to people; see `eigentrace.rendering`."""
+    """Renders the examples for display; see `eigentrace.rendering`."""
     read: Callable[[Sequence[Example]], Data] | None = None
-    """Prepares new examples as those of the data were prepared, for questions about them; None where nobody can."""
+    """Prepares new examples, to be used as queries, like those of the data; None if not supported."""
 
     content: Callable[[], dict[str, Any]] | None = None
-    """Reads the whole dataset for a few numbers that tell it from any other; None where nobody can."""
+    """Reads the whole dataset and returns hashes of its content; None if not supported."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.task, Task) or not isinstance(self.data, Data):
@@ -43,9 +43,10 @@ class Inputs:
             )
         if self.columns is not None and self.columns.num_rows != len(self.data):
             raise InputError(
-                f"The columns have {self.columns.num_rows} rows for {len(self.data)} examples: give one row for each."
+                f"columns must have one row per example, got {self.columns.num_rows} rows for {len(self.data)} "
+                "examples."
             )
         if self.show is not None and len(self.show) != len(self.data):
             raise InputError(
-                f"{len(self.show)} examples can be shown, and the data has {len(self.data)}: show the same rows."
+                f"show must have the same length as the data, got {len(self.show)} for {len(self.data)} examples."
             )

@@ -1,4 +1,4 @@
-"""A task and its data from a Hugging Face model folder and a file of examples."""
+"""Loading of task and data from a Hugging Face model folder and a dataset."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -71,28 +71,28 @@ def from_folder(
     split: str | None = None,
     workers: int = 0,
 ) -> Inputs:
-    """Make a task of a saved model, and data of a dataset's rows in their order.
+    """Return the task of a saved model, and data of a dataset's rows in their order.
 
     Args:
-        model: A folder that `save_pretrained` wrote.
-        dataset: A CSV, TSV, JSON lines or Parquet file, a pattern, a folder of Parquet files, or one that
-            `Dataset.save_to_disk` wrote.
-        task: What the model was trained for.
-        text: The column of texts, for all but images.
-        text_pair: The column of second texts, where the classifier reads two.
-        target: The column of texts that a seq2seq model was trained to write.
-        label: The column of classes, by number or by their names in the model's config.
+        model: A folder written by `save_pretrained`.
+        dataset: A CSV, TSV, JSON lines or Parquet file, a pattern, a folder of Parquet files, or a folder written by
+            `Dataset.save_to_disk`.
+        task: The task that the model was trained for.
+        text: The column of texts, for all tasks except image classification.
+        text_pair: The column of second texts, for classifiers of text pairs.
+        target: The column of target texts of a seq2seq model.
+        label: The column of classes, as numbers or as names in the model's config.
         image: The column of images: paths relative to the dataset, or bytes.
-        id: The column that names examples; row numbers if not given.
-        tokenizer: The folder of the tokenizer, where it is not the model's.
-        max_length: Tokens kept of a text; as many as the model takes if not given.
-        batch_size: How many examples the model sees at once. Scores do not depend on it.
-        params: What counts as Θ; see `eigentrace.task.parameters.select_params`.
-        l2: λ of the penalty the model was trained with; see `eigentrace.Task`.
-        device: Where the model computes; a GPU if there is one.
-        columns: Metadata to keep beside the scores; all that is small if not given.
-        split: Which part of a folder that holds several.
-        workers: Processes that read and prepare examples.
+        id: The column of ids; examples are identified by row if not given.
+        tokenizer: The folder of the tokenizer, if it is not the model's.
+        max_length: Maximum number of tokens of a text; the model's maximum if not given.
+        batch_size: Number of examples per batch. Scores do not depend on it.
+        params: The selected parameters; see `eigentrace.task.parameters.select_params`.
+        l2: λ of the L2 penalty used in training; see `eigentrace.Task`.
+        device: The device of the model; a GPU if available and not given.
+        columns: Metadata columns to store with the scores; all small ones if not given.
+        split: The split of a folder that contains several.
+        workers: Number of processes that read and prepare examples.
     """
     roles = _roles(task, text=text, text_pair=text_pair, target=target, label=label, image=image)
     check_counts(1, batch_size=batch_size, max_length=1 if max_length is None else max_length)
@@ -127,9 +127,9 @@ def show_folder(
     check: Check | None = None,
     **others: Any,
 ) -> Show:
-    """Show the examples of a dataset without loading the model; takes what `from_folder` does.
+    """Return a renderer of a dataset's examples without loading the model; accepts the arguments of `from_folder`.
 
-    `check` is called with the dataset's records, the roles of its columns and the column of ids, before anything else.
+    `check` is called first, with the dataset's records, the column of each role and the column of ids.
     """
     roles = _roles(task, text=text, text_pair=text_pair, target=target, label=label, image=image)
     files = find_files(dataset, split)
@@ -153,20 +153,18 @@ def _place(device: str | None) -> torch.device:
     try:
         return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise InputError(
-            f"device must be a device of torch such as 'cpu' or 'cuda:0', got {device!r}: {error}"
-        ) from None
+        raise InputError(f"device must be a torch device such as 'cpu' or 'cuda:0', got {device!r}: {error}") from None
 
 
 def _roles(task: str, **named: str | None) -> dict[str, str]:
-    """Return which column serves as what, for the roles that a task has."""
+    """Return the column of each role of a task, such as text or label."""
     if task not in TASKS:
         raise InputError(f"task must be one of {', '.join(TASKS)}, got {task!r}.")
     return {role: column for role in _ROLES[task] if (column := named[role]) is not None}
 
 
 def _opened(files: Files, roles: Mapping[str, str], identity: str | None) -> Records:
-    """Open a dataset and see that every column a task needs is there, of the right kind, without gaps."""
+    """Open a dataset, and check that all required columns exist, have the right type and contain no nulls."""
     wanted = dict(roles) if identity is None else {**roles, "id": identity}
     records = open_records(files, as_text=list(wanted.values()))
     records.check_columns(**wanted)

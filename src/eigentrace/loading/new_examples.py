@@ -1,4 +1,4 @@
-"""New examples, as somebody gives them one by one, prepared like those of a dataset."""
+"""Preparation of new examples, given one by one, like those of a dataset."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,23 +18,23 @@ from eigentrace.rendering.png import encode_png
 
 @dataclass(frozen=True)
 class NewExamples:
-    """Prepares new examples by the tokenizer or the image settings that the data was prepared by."""
+    """A function that prepares new examples with the tokenizer or image preprocessing of the data."""
 
     examples: TextDataset | ImageDataset
-    """Those of the dataset."""
+    """The dataset whose preparation is used."""
     roles: Mapping[str, str]
-    """Which column serves as what."""
+    """The column of each role, such as text or label."""
     config: Any
-    """The model's own."""
+    """The model's configuration."""
 
     def __call__(self, given: Sequence[Example]) -> Data:
-        """Make data of examples that have a part for every role."""
+        """Return data of new examples, each of which must have a value for every role."""
         if not given:
-            raise InputError("No example was given: at least one is needed.")
+            raise InputError("At least one example is needed, got none.")
         for number, example in enumerate(given):
             missing = [role for role in self.roles if example.get(role) is None]
             if missing:
-                raise InputError(f"Example {number} lacks {' and '.join(missing)}: give {', '.join(self.roles)}.")
+                raise InputError(f"Example {number} lacks {' and '.join(missing)}. Pass {', '.join(self.roles)}.")
         columns = {
             column: [_part(role, example[role]) for example in given]
             for role, column in self.roles.items()
@@ -53,10 +53,10 @@ class NewExamples:
 
 def _part(role: str, value: Any) -> Any:
     if role == "image":
-        # Never a path: what a browser sends must not name files of this machine.
+        # Never a path: a request from a browser must not read files of this machine.
         if isinstance(value, bytes | np.ndarray):
             return encode_png(read_pixels(value) if isinstance(value, bytes) else value)
-        raise InputError(f"An image is the bytes of a file or an array of pixels, got {type(value).__name__}.")
+        raise InputError(f"image must be the bytes of a file or an array of pixels, got {type(value).__name__}.")
     if not isinstance(value, str):
         raise InputError(f"{role} must be text, got {type(value).__name__}.")
     return value

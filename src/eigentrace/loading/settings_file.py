@@ -1,4 +1,4 @@
-"""A file of settings, with the command line's own on top, as one plain record that can be stored and repeated."""
+"""Settings from a TOML file and the command line, merged into a JSON record that is stored with a run."""
 
 import json
 import tomllib
@@ -21,34 +21,35 @@ _FOLDER = (
     "model", "dataset", "task", "text", "text_pair", "target", "label", "image", "id", "tokenizer", "max_length",
     "batch_size", "device", "columns", "split", "workers",
 )  # fmt: skip
-# Settings of the task that people think of as belonging to the fit.
+# Settings of the task that are given in [fit].
 _OF_TASK = ("params", "l2")
 _KEYS = {
     "input": ("function", "args", *_FOLDER),
     "fit": ("method", *_OF_TASK),  # and the settings of the method
     "score": ("shard_rows", "shard_seconds", "features", "batch", "precision", "engine", "memory", "compile"),
 }  # fmt: skip
-# An argument of a function begins with the first to mean the directory of the run; under the second, the directory in
-# full is among the resolved paths, for those who have the record alone.
+# IN_RUN is the placeholder for the run's directory at the beginning of a function's argument. RUN is the key of that
+# directory among the resolved paths, used if the record is read without the run.
 IN_RUN, RUN = "{run}", "run"
 _PATHS = ("model", "dataset", "tokenizer")
-# TOML has no null: these words stand for it.
+# TOML has no null: these words represent it.
 _NOTHING = {"tail": "none", "sample": "all"}
 
 How = dict[str, dict[str, Any]]
 
 
 def from_config(path: Path | str | None, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> How:
-    """Read settings from a TOML file, put others on top, and check that they are known and name an input.
+    """Read settings from a TOML file, apply overrides, and check that all are known and specify an input.
 
     Args:
-        path: The file, with sections [input], [fit] and [score]; None for none. Paths in it are relative to its folder.
-        overrides: Settings of the command line by section, None for those not given. Its paths are relative to the
-            current directory.
+        path: A file with sections [input], [fit] and [score], or None. Paths in it are relative to its folder.
+        overrides: Settings of the command line by section; settings that are None are ignored. Paths are relative to
+            the current directory.
 
     Returns:
-        A record that JSON can hold: "input" is what `make_inputs` needs, with paths as given and, under "resolved",
-        in full; "fit" is the method's name, if it is not Arnoldi, and its settings; "score" the settings of scoring.
+        A JSON-serialisable record: "input" contains the settings for `make_inputs`, with paths as given and, in
+        "resolved", as absolute paths; "fit" the settings of the fit, with the method's name if given; "score" the
+        settings of scoring.
     """
     given: How = {}
     resolved: dict[str, str] = {}
@@ -73,14 +74,14 @@ def from_config(path: Path | str | None, overrides: Mapping[str, Mapping[str, An
 
 
 def make_inputs(how: Mapping[str, Mapping[str, Any]], home: Path | str | None = None) -> Inputs:
-    """Make task and data from a record that `from_config` returned, now or as stored with a run.
+    """Return task and data from a record of `from_config`, new or stored with a run.
 
-    A path is taken as it was resolved then; where that is gone, as it was given, from the current directory.
+    Each path is used as resolved in the record; if it no longer exists, as given, relative to the current directory.
 
     Args:
         how: The record.
-        home: The directory of the run it was stored with. Arguments of a function that begin with `{run}` begin with
-            this directory then, so that a run which holds its own data can be moved.
+        home: The directory of the run that stores the record. It replaces `{run}` at the beginning of a function's
+            arguments, so that a run that contains its own data can be moved.
     """
     asked = _settled(how, home)
     if "function" in asked:
@@ -91,16 +92,16 @@ def make_inputs(how: Mapping[str, Mapping[str, Any]], home: Path | str | None = 
 def show_of(
     how: Mapping[str, Mapping[str, Any]] | None, home: Path | str | None = None, inputs: Inputs | None = None
 ) -> Show | None:
-    """Find out what the examples of a run look like; None where nobody can tell.
+    """Return a renderer of a run's examples; None if they cannot be rendered.
 
-    The examples of folders are shown without loading the model. A function is called, unless what it returned is given;
-    where it does not say what its examples look like, tensors that look like images are taken for images. A dataset
-    that is not what the run scored is refused, as far as its ids, its labels and 64 of its rows tell.
+    Examples of a model folder's dataset are rendered without loading the model; a dataset whose ids, labels or sample
+    of 64 rows differ from what the run scored raises MismatchError. A function is called unless `inputs` is given. If
+    it returns no renderer, tensors that look like images are rendered as images.
 
     Args:
-        how: What the run was made from, as `from_config` returned it or its manifest holds it.
+        how: The record of `from_config`, or the one in the run's manifest.
         home: The run's directory; see `make_inputs`.
-        inputs: What was made of the record, where that is at hand.
+        inputs: The result of `make_inputs`, if available.
     """
     if inputs is None:
         if not how or "input" not in how:
@@ -113,14 +114,14 @@ def show_of(
 
 
 def check_source(how: Mapping[str, Mapping[str, Any]], home: Path | str) -> Path:
-    """Stop if the dataset of a run, read from its first row to its last, is not the one that was scored.
+    """Return the path of a run's dataset; read all of it, and raise MismatchError if it differs from what was scored.
 
     Args:
-        how: What the run was made from: folders, and no function.
+        how: The request of the run, with a model folder and a dataset, not a function.
         home: The run's directory.
 
     Returns:
-        Where the dataset is now.
+        The current path of the dataset.
     """
     asked = _settled(how, home)
     show_folder(**asked, check=_check_of(how, home, whole=True))
@@ -128,14 +129,14 @@ def check_source(how: Mapping[str, Mapping[str, Any]], home: Path | str) -> Path
 
 
 def _check_of(how: Mapping[str, Any], home: Path | str | None, whole: bool = False) -> Check | None:
-    """Return what compares a dataset with what the run at `home` has scored of it."""
+    """Return the function that compares a dataset with what the run at `home` scored; None without a run."""
     if home is None or not Folder(home).exists:
         return None
     return partial(check_unchanged, folder=Folder(home), how=how, whole=whole)
 
 
 def _settled(how: Mapping[str, Mapping[str, Any]], home: Path | str | None) -> dict[str, Any]:
-    """Return what the input is made from, with every path where it is now."""
+    """Return the input settings, with every path as it can be found now."""
     asked = dict(how["input"])
     resolved = dict(asked.pop("resolved", {}))
     _check_input(asked)
@@ -150,11 +151,11 @@ def _settled(how: Mapping[str, Mapping[str, Any]], home: Path | str | None) -> d
 
 
 def _refuse_lost(given: str | None, full: str | None, home: Path | str) -> None:
-    """Stop where the dataset of a run is neither where it was nor under its name in the current directory."""
+    """Raise InputError if a run's dataset is neither at its recorded path nor at the given path from here."""
     if given is not None and full is not None and not _is_there("dataset", given):
         raise InputError(
-            f"The dataset of the run at {home} was {full}, which is gone, and there is no {given} here. Bring it back, "
-            f"or run this in a directory where it is called {given}."
+            f"The dataset of the run at {home} was {full}, which no longer exists, and there is no {given} in the "
+            f"current directory. Restore it, or run this in a directory from which its path is {given}."
         )
 
 
@@ -162,7 +163,7 @@ def _in_run(value: Any, home: Path | str | None) -> Any:
     if not isinstance(value, str) or Path(value).parts[:1] != (IN_RUN,):
         return value
     if home is None:
-        raise InputError(f"The argument {value!r} begins with the directory of a run, and none is known here.")
+        raise InputError(f"The argument {value!r} begins with the directory of a run, but no run was given.")
     return str(Path(home).resolve().joinpath(*Path(value).parts[1:]))
 
 
@@ -170,13 +171,13 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"There is no file of settings {path}.") from None
+        raise InputError(f"There is no settings file {path}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not TOML: {error}") from None
 
 
 def _method_of(sources: Iterable[Mapping[str, Any]]) -> str:
-    """Return the name of the method that the last source to name one names."""
+    """Return the method's name from the last source that has one, or the default."""
     sections = [settings.get("fit", {}) for settings in sources]
     named = [fit["method"] for fit in sections if isinstance(fit, Mapping) and fit.get("method") is not None]
     return method_type(named[-1] if named else DEFAULT).__name__
@@ -194,7 +195,7 @@ def _check_known(settings: Mapping[str, Any], name: str, method: str = DEFAULT) 
         if section not in known:
             raise InputError(f"{name} has {_unknown(section, known)} Sections are [{'], ['.join(known)}].")
         if not isinstance(values, Mapping):
-            raise InputError(f"{name} gives {section} = {values!r}, and [{section}] is a section of settings.")
+            raise InputError(f"{name} has {section} = {values!r}, but [{section}] must be a section of settings.")
         for key in values:
             if values[key] is not None and key not in known[section]:
                 elsewhere = [f"[{other}]" for other, keys in known.items() if key in keys]
@@ -216,7 +217,7 @@ def _value(key: str, value: Any) -> Any:
 
 
 def _resolved(told: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Return paths in full; of a function named by a file, the file's."""
+    """Return absolute paths of the settings that are paths, including the file of a function."""
     full = {key: str((folder / told[key]).resolve()) for key in _PATHS if isinstance(told.get(key), str | Path)}
     place, _, called = str(told.get("function", "")).rpartition(":")
     if place.endswith(".py"):
@@ -230,27 +231,27 @@ def _is_there(key: str, full: str) -> bool:
 
 
 def _check_input(asked: Mapping[str, Any]) -> None:
-    """See that the input is a function, or folders, and not both."""
+    """Raise InputError unless the input is either a function, or a model, a dataset and a task."""
     if "function" in asked:
         others = [key for key in asked if key not in ("function", "args", "resolved")]
         if others:
             raise InputError(
-                f"[input] names the function {asked['function']} and gives {', '.join(others)} too, which the function "
-                "decides on. Give them to it in [input.args], or leave the function out."
+                f"[input] has the function {asked['function']} and also {', '.join(others)}, which cannot be combined. "
+                "Pass them to the function in [input.args], or omit the function."
             )
         return
     missing = [key for key in ("model", "dataset", "task") if key not in asked]
     if missing:
         raise InputError(
-            f"[input] lacks {', '.join(missing)}. Give model, dataset and task, or a function that returns (task, "
+            f"[input] lacks {', '.join(missing)}. Pass model, dataset and task, or a function that returns (task, "
             "data): function = 'package.module:function'."
         )
     if "args" in asked:
-        raise InputError("[input.args] are arguments of a function, and none is named. Leave them out.")
+        raise InputError("[input.args] can only be used with a function, but [input] has none. Omit [input.args].")
 
 
 def _as_json(how: How) -> How:
-    """Turn paths into text, and refuse what JSON cannot hold: the record is stored with the run."""
+    """Return the record with paths as text; raise InputError for values that JSON cannot store."""
     try:
         return json.loads(json.dumps(how, default=_text_of))
     except TypeError as error:

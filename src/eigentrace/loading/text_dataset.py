@@ -1,4 +1,4 @@
-"""Texts as tokens: read and tokenized when they are asked for, padded to one of a few lengths."""
+"""Datasets of texts, tokenized on access and padded to one of a few lengths."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ Example = dict[str, Any]
 
 @dataclass(frozen=True)
 class TextDataset:
-    """Rows of a dataset as tokens; what torch calls a map-style dataset.
+    """A map-style torch dataset of tokenized texts.
 
-    With classes as labels they are a classifier's, with targets a seq2seq model's, without either a language model's,
-    where the tokens are their own labels. A text without any token stands as one token of padding, without a label.
+    With `labels` it is for classifiers, with `target` for seq2seq models, and otherwise for causal language models,
+    whose labels are the tokens. A text without tokens becomes one padding token, which has no label.
     """
 
     records: Records
@@ -29,21 +29,21 @@ class TextDataset:
     target: str | None = None
     labels: np.ndarray | None = None  # (N,)
     longest: int | None = None
-    """Tokens kept of a text, and the length beyond which the model has no positions."""
+    """Maximum number of tokens of a text, to which texts are truncated."""
     token_types: bool = False
 
     def __len__(self) -> int:
         return len(self.records)
 
     def all_labels(self) -> np.ndarray | None:  # (N,)
-        """Return the class of every row; None where there are none."""
+        """Return the class of every row, or None without labels."""
         return self.labels
 
     def __getitem__(self, row: int) -> Example:
         return self.__getitems__([row])[0]
 
     def __getitems__(self, rows: Sequence[int]) -> list[Example]:
-        """Tokenize many rows in one call, which is several times faster than one by one; torch's loader asks for it."""
+        """Return several examples, tokenized in one call, which is several times faster than one by one."""
         names = [name for name in (self.text, self.pair, self.target) if name is not None]
         read = self.records.read(rows, list(dict.fromkeys(names)))
         columns = {name: read.column(name).to_pylist() for name in names}
@@ -62,7 +62,7 @@ class TextDataset:
         return examples
 
     def collate(self, examples: list[Example]) -> dict[str, Tensor]:
-        """Pad examples to a batch, on the right; the attention mask tells padding from text."""
+        """Return a batch of examples, padded on the right, with an attention mask."""
         ids = [example["input_ids"] for example in examples]
         length = padded_length(max(map(len, ids)), self.longest)
         batch = {
@@ -99,9 +99,9 @@ def _array(numbers: list[int], filler: int) -> np.ndarray:
 
 
 def padded_length(longest: int, limit: int | None = None) -> int:
-    """Return the smallest of 8, 16, 24, 32, 48, 64, 96, 128, 192, … that a length fits in, never beyond a limit.
+    """Return the smallest of 8, 16, 24, 32, 48, 64, 96, 128, 192, … that is at least `longest`, capped at `limit`.
 
-    A few lengths for all batches: kernels are chosen, and passes compiled, once for each.
+    Few distinct lengths keep kernel selection and compilation rare, because both are done once per length.
 
     >>> [padded_length(n) for n in (1, 8, 17, 33, 65, 97, 400)]
     [8, 8, 24, 48, 96, 128, 512]
