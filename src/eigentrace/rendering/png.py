@@ -55,7 +55,7 @@ def as_png(image: Any) -> bytes:
     """Convert an array, a tensor, a Pillow image, or the bytes of a PNG file to a PNG file of at most 512×512 pixels.
 
     Channels are the last axis of arrays and the first axis of tensors; if that axis does not have size 1, 3 or 4, the
-    other one is used. The bytes of a PNG file are returned unchanged, in their size.
+    other one is used. The bytes of a PNG file are returned unchanged, whatever their size.
     """
     if isinstance(image, bytes):
         if not image.startswith(SIGNATURE):

@@ -29,7 +29,7 @@ _SAME_SCORE, _SAME_SCORE_BF16 = 1e-3, 0.05
 
 
 def difference(folder: Folder, data: Data, task: Task | None) -> str | None:
-    """Describe the first id, or label in memory, that differs from the run's; None if all are equal."""
+    """Describe the first row whose id, or label if in memory, differs from the run's; None if all are equal."""
     held = stored_ids(folder)
     if data.ids is not None and held is not None:
         found = id_difference(held, data.ids)

@@ -70,7 +70,7 @@ def measured(fitted: Fitted, queries: Data, compute: Compute) -> dict[str, Tenso
 def _by_terms(
     terms: tuple[Term, ...], data: Data, compute: Compute, rows: range, what: What
 ) -> Generator[dict[str, Tensor]]:
-    """Score with one pass per term, all passes in parallel batch by batch."""
+    """Score with one pass per term; the passes advance together, batch by batch."""
     for term in terms:
         check_loss_fingerprint(term.task, data)
     with ExitStack() as stack:
