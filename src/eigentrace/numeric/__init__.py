@@ -1,1 +1,1 @@
-"""Arithmetic that knows nothing of models: sums in float32, seeded generators, rank correlations, top-k."""
+"""Numerical tools independent of models: sums in float32, seeding, hashing, rank correlation, top-k search."""

@@ -1,15 +1,15 @@
-"""Hashes that are written to disk. Equal hashes mean equal bytes; this table says what counts as the same for what.
+"""SHA-256 hashes that are stored on disk, and an overview of how files, data and models are compared.
 
-| same | told by | means |
+| compared | with | equal means |
 |---|---|---|
 | file | `hash_file` | the same bytes |
 | arrays (weights, a shard, a training set) | `hash_arrays` | the same labels, shapes, types and numbers, to the bit |
-| example | `data.digest.digest` | the same content, however it is read or collated |
+| example | `data.digest.digest` | the same content, independent of how it is read or collated |
 | data | `hash_digests` | the same examples in the same order |
 | model | `Task.fingerprint` | the same weights and the same selection of them, to the bit |
-| model, while a program runs | `task.identity.WeightSums` | the same weights up to the order of summation |
-| loss | `task.identity.LossFingerprint` | the same losses of a few examples up to rounding |
-| ids and columns | `store.user_columns.same_columns` | the same values in the nearest type that Parquet has |
+| model, within a process | `task.identity.WeightSums` | the same weights up to the order of summation |
+| loss | `task.identity.LossFingerprint` | the same losses of a few examples, up to rounding |
+| ids and columns | `store.user_columns.same_columns` | the same values, in the closest type that Parquet supports |
 """
 
 import hashlib
@@ -32,16 +32,16 @@ def hash_file(path: Path) -> str:
 
 
 def hash_text(text: str) -> str:
-    """Hash a text."""
+    """Hash a string as UTF-8."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def hash_arrays(labelled: Iterable[tuple[str, Any]], head: str = "") -> str:
-    """Hash the bytes of tensors or numpy arrays in their order.
+    """Hash the bytes of tensors or numpy arrays, in order.
 
     Args:
-        labelled: Each with a label that says what it is, such as its name, shape and type.
-        head: Text that comes before them.
+        labelled: Pairs of a label, such as name, shape and type, and an array.
+        head: Text that is hashed before the arrays.
     """
     total = hashlib.sha256(head.encode())
     for label, array in labelled:
@@ -51,7 +51,7 @@ def hash_arrays(labelled: Iterable[tuple[str, Any]], head: str = "") -> str:
 
 
 def hash_digests(parts: Iterable[np.ndarray | None], head: str = "") -> str:
-    """Hash digests of examples (uint64), part after part; where a part has none it counts as empty."""
+    """Hash the digests of examples (uint64), part by part; None counts as an empty part."""
     return hash_arrays((("", np.empty(0) if part is None else part.astype("<u8")) for part in parts), head)
 
 

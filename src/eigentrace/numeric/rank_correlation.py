@@ -1,4 +1,4 @@
-"""Correlations of numbers and of their ranks, row by row, with every position counted as often as one likes."""
+"""Row-wise Pearson and Spearman correlation, optionally with a count per column."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from eigentrace.errors import InputError
 
 
 class RowRanks:
-    """The order of each row, sorted once, so that ranks under other counts cost no further sorting.
+    """Ranks within each row; sorted once, then computed for any column counts.
 
     Args:
         values: One row per query, one column per subset; no NaN.
@@ -28,7 +28,7 @@ class RowRanks:
         self._after = np.take_along_axis(after, place, axis=1)
 
     def ranks(self, counts: np.ndarray | None = None) -> np.ndarray:  # (m,) -> (Q, m)
-        """Return ranks from 1 on, equal values sharing their mean, with column j there `counts[j]` times."""
+        """Return ranks from 1, with the mean rank for ties and column j repeated `counts[j]` times."""
         if counts is None:
             return (self._first + self._after + 1) / 2
         passed = np.zeros((len(self._order), self._order.shape[1] + 1))
@@ -38,7 +38,7 @@ class RowRanks:
 
 
 def correlation(a: np.ndarray, b: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:  # (Q, m) x 2 -> (Q,)
-    """Correlate two tables row by row; NaN for a row in which one of them does not vary."""
+    """Return the Pearson correlation of each pair of rows; NaN if one of them is constant."""
     counts = np.ones(a.shape[1]) if counts is None else counts
     there = counts > 0
     still = np.ptp(a[:, there], axis=1) * np.ptp(b[:, there], axis=1) == 0
@@ -49,19 +49,19 @@ def correlation(a: np.ndarray, b: np.ndarray, counts: np.ndarray | None = None) 
 
 
 def pearson(a: np.ndarray, b: np.ndarray) -> np.ndarray:  # (Q, m) x 2 -> (Q,)
-    """Correlate the rows of two tables.
+    """Return the Pearson correlation of each pair of rows.
 
     >>> pearson(np.array([[1.0, 2.0, 3.0]]), np.array([[2.0, 4.0, 6.0]]))
     array([1.])
     """
     _check(a, b)
-    # Rows of very small or very large numbers must not lose their squares to the ends of the range.
+    # Scale each row by its maximum, so that squares neither underflow nor overflow.
     a, b = (t / np.maximum(np.abs(t).max(axis=1, keepdims=True), np.finfo(np.float64).tiny) for t in (a, b))
     return correlation(a, b)
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> np.ndarray:  # (Q, m) x 2 -> (Q,)
-    """Correlate the ranks of the rows of two tables, equal values sharing their mean rank.
+    """Return the Spearman correlation of each pair of rows, with the mean rank for ties.
 
     >>> spearman(np.array([[1.0, 2.0, 3.0]]), np.array([[1.0, 10.0, 100.0]]))
     array([1.])
@@ -72,6 +72,6 @@ def spearman(a: np.ndarray, b: np.ndarray) -> np.ndarray:  # (Q, m) x 2 -> (Q,)
 
 def _check(a: np.ndarray, b: np.ndarray) -> None:
     if a.ndim != 2 or a.shape != b.shape or not a.size:
-        raise InputError(f"Correlations need two tables of one shape, got {a.shape} and {b.shape}.")
+        raise InputError(f"Correlations need two non-empty matrices of the same shape, got {a.shape} and {b.shape}.")
     if np.isnan(a).any() or np.isnan(b).any():
-        raise InputError("Correlations of NaN have no meaning: leave those rows or columns out.")
+        raise InputError("Correlations are undefined for NaN. Leave out the rows or columns with NaN.")

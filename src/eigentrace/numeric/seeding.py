@@ -1,4 +1,4 @@
-"""Random numbers of our own: a seed that is also given elsewhere draws other numbers here."""
+"""Salted generators: seed=0 here differs from `torch.manual_seed(0)`."""
 
 import hashlib
 
@@ -6,10 +6,10 @@ import torch
 
 
 def generator_of(seed: int) -> torch.Generator:
-    """Return a generator that follows from a seed and shares no numbers with `torch.manual_seed(seed)`.
+    """Return a generator that depends only on `seed` and differs from `torch.manual_seed(seed)`.
 
-    People shuffle, split and relabel their data with small seeds too. With the same numbers, the examples that a fit
-    samples would be exactly those that they picked.
+    Data is often shuffled, split or relabelled with small seeds too. With the same random numbers, a fit would sample
+    exactly the examples picked there.
     """
     digest = hashlib.sha256(f"eigentrace {int(seed)}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7]))

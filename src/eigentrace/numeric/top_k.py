@@ -1,4 +1,4 @@
-"""Exact top-k search over features that are read once, in pieces, and merging of ranked lists."""
+"""Exact streaming top-k search over features, and merging of ranked lists."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,49 +11,49 @@ from eigentrace.numeric.accumulate import wide
 from eigentrace.settings import check_counts
 
 Chunks = Iterable[tuple[int, Tensor]]
-"""Pairs of a first row and the features from there on, (n, K), in the order of the rows."""
+"""Pairs (first row, features (n, K) of consecutive rows), in ascending order."""
 
 
 Allowed = Callable[[int, int], Tensor | None]
-"""Tells for n rows from a first one which may be found: (n,) for all queries, (Q, n) for each, or None for all rows."""
+"""Given (first row, n), returns a mask of eligible rows: (n,), or (Q, n) per query, or None if all are eligible."""
 
 
 Scale = Callable[[int, int], Tensor]
-"""Gives for n rows from a first one what their scores are divided by: (n,)."""
+"""Given (first row, n), returns the divisors of the rows' scores: (n,)."""
 
 
-# Scores whose extremes are taken together. Only where an extreme beats what is held are single scores looked at.
+# Scores per group. Single scores are compared only in groups whose maximum exceeds the weakest score kept so far.
 _GROUP = 64
 
 
-# Scores held at a time: 4 MiB for each of some threads stay in a processor's cache; a GPU has to be kept busy instead.
+# Scores in memory at a time. On a CPU 4 MiB for each thread, up to a limit, fit in its cache; a GPU needs large blocks.
 _SCORES, _MOST_THREADS, _SCORES_ON_GPU = 2**20, 8, 2**26
 
 
 _LEAST_ROWS, _MOST_ROWS, _MOST_ROWS_ON_GPU = 512, 2**16, 2**20
 
 
-# Beyond this part of all groups, a piece is first cut down to the best k of each query.
+# If more than this fraction of the groups has candidates, keep only the best k of each query before merging.
 _CROWDED = 0.25
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """For each query the k examples of highest score and the k of lowest, strongest first.
+    """The k highest-scoring and the k lowest-scoring examples of each query, strongest first.
 
-    Where fewer were found, row -1 and the score NaN stand at the end.
+    If fewer were found, the rest is filled with row -1 and score NaN.
     """
 
     proponents: Tensor  # (Q, k) rows of the training data
-    proponent_scores: Tensor  # (Q, k), falling
+    proponent_scores: Tensor  # (Q, k), descending
     opponents: Tensor  # (Q, k) rows of the training data
-    opponent_scores: Tensor  # (Q, k), rising
+    opponent_scores: Tensor  # (Q, k), ascending
 
     def __post_init__(self) -> None:
         shapes = {tuple(t.shape) for t in (self.proponents, self.proponent_scores)}
         shapes |= {tuple(t.shape) for t in (self.opponents, self.opponent_scores)}
         if len(shapes) != 1:
-            raise InputError(f"Rows and scores of a ranking have one shape (Q, k), got {sorted(shapes)}.")
+            raise InputError(f"Rows and scores of a ranking must have the same shape (Q, k), got {sorted(shapes)}.")
 
 
 @torch.no_grad()
@@ -69,23 +69,25 @@ def search(
 ) -> Ranked:
     """Find the k highest and the k lowest of `asked @ features.T` for each query.
 
-    Nothing is approximated. Scores are computed in float32, or in float64 where `asked` is. Of equal scores that of the
-    smaller row comes first, and the answer does not depend on how rows are cut into chunks. Scores that are not finite,
-    because a feature is NaN or has overflowed, are never found. Memory grows with k·Q and with the chunks, not with N.
+    The search is exact. Scores are computed in float32, or in float64 if `asked` is float64. Ties are broken by the
+    smaller row, and the result does not depend on how rows are divided into chunks. Scores that are not finite, because
+    a feature is NaN or has overflowed, are skipped. Memory grows with k·Q and the size of a chunk, not with N.
 
     Args:
-        chunks: Features of the training examples, of any floating type, by their first rows and in rising order. Rows
-            may be left out. On a GPU the next chunk is read while one is being searched.
+        chunks: Pairs of a first row and the features from there on, of any floating-point type, in ascending order.
+            Rows may be left out. On a GPU the next chunk is read while one is being searched.
         asked: The queries' features times the weights, so that products are scores.
-        k: How many on either side. Where fewer may be found, row -1 and the score NaN fill up at the end.
-        allowed: Which rows may be found at all, or by which query: those of its class, or all but its own.
+        k: How many examples on either side. If fewer are eligible, the rest is filled with row -1 and score NaN.
+        allowed: Which rows are eligible, for all queries or for each; for instance those of a query's class.
         scale: Divides each example's scores, for instance by the norm of its features.
-        device: Where to multiply; where `asked` lies if None. The answer is brought back to where `asked` lies.
-        both: Look for the lowest too. If not, opponents are all -1 and NaN.
+        device: Where to multiply; the device of `asked` if None. The result is on the device of `asked`.
+        both: Search for the lowest scores too. If False, opponents are all -1 and NaN.
     """
     check_counts(1, k=k)
     if asked.ndim != 2 or not asked.is_floating_point():
-        raise InputError(f"Queries are a floating (Q, K) matrix, got {asked.dtype} of shape {tuple(asked.shape)}.")
+        raise InputError(
+            f"Queries must be a floating-point (Q, K) matrix, got {asked.dtype} of shape {tuple(asked.shape)}."
+        )
     where = torch.device(asked.device if device is None else device)
     queries = wide(asked).to(where)
     high, low = (_Best(queries, k, largest=largest) for largest in (True, False))
@@ -104,9 +106,9 @@ def search(
 
 
 class _Best:
-    """The best k of each query so far, on one side, and those that may join them.
+    """The best k examples of each query so far, on one side, and candidates not yet merged.
 
-    Scores are kept as strengths, which are the scores of proponents and the negative scores of opponents.
+    Scores are stored as strengths: the scores of proponents, and the negated scores of opponents.
     """
 
     def __init__(self, queries: Tensor, k: int, *, largest: bool) -> None:
@@ -118,12 +120,13 @@ class _Best:
         self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []  # queries, rows, strengths: (m,) each
 
     def offer(self, first: int, scores: Tensor) -> None:  # (Q, n)
-        """Take the scores of the rows from a first one on, which come after all rows seen before."""
+        """Merge scores of consecutive examples starting at `first`; they must follow all earlier rows."""
         missing = -scores.shape[1] % _GROUP
         if missing:
             scores = torch.nn.functional.pad(scores, (0, missing), value=self.worst)
         groups = scores.unflatten(1, (-1, _GROUP))
-        # A later row of equal score loses: only what is strictly stronger counts. NaN hides what stands beside it.
+        # Of equal scores the earlier row wins, so only strictly stronger scores count. The maximum of a group with NaN
+        # is NaN, so such a group is never skipped.
         floor = self.strengths[:, -1]
         weak = groups.amax(dim=2) <= floor[:, None] if self.largest else groups.amin(dim=2) >= -floor[:, None]
         hits = weak.logical_not_().flatten().nonzero().squeeze(1)
@@ -136,13 +139,13 @@ class _Best:
             self._add(query[at], first + (hits % weak.shape[1])[at] * _GROUP + offset, strengths[at, offset])
 
     def _take_crowd(self, first: int, scores: Tensor, floor: Tensor) -> None:
-        """Take of many strong scores the best k of each query alone, so that few have to be put in order."""
+        """Keep only the best k scores of each query, so that fewer have to be sorted."""
         strengths = self._strength(scores).nan_to_num(-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
         query, column = _first_best(strengths, floor, self.k).nonzero(as_tuple=True)
         self._add(query, first + column, strengths[query, column])
 
     def ranking(self) -> tuple[Tensor, Tensor]:  # (Q, k), (Q, k)
-        """Return rows and scores, strongest first."""
+        """Return the rows and scores of the best k, strongest first."""
         self._merge()
         return self.rows, self._strength(self.strengths).masked_fill(self.rows < 0, torch.nan)
 
@@ -156,7 +159,7 @@ class _Best:
             self._merge()
 
     def _merge(self) -> None:
-        """Let those that wait take their places; a stable order by strength, then by query, keeps rows rising."""
+        """Merge the waiting candidates; two stable sorts, by strength and by query, keep tied rows ascending."""
         num = len(self.rows)
         held = torch.arange(num, device=self.rows.device).repeat_interleave(self.k)
         parts = [(held, self.rows.flatten(), self.strengths.flatten()), *self.waiting]
@@ -170,7 +173,7 @@ class _Best:
 
 
 def _first_best(strengths: Tensor, floor: Tensor, k: int) -> Tensor:  # (Q, n), (Q,) -> (Q, n)
-    """Mark the best k of each query above its floor; of equal ones the first."""
+    """Return a mask of the best k strengths of each query above its floor; the first of ties."""
     least = strengths.topk(min(k, strengths.shape[1]), dim=1).values[:, -1:].maximum(floor[:, None])
     above, level = strengths > least, strengths == least
     level &= least > floor[:, None]
@@ -182,12 +185,12 @@ def _rows_at_once(num_queries: int, device: torch.device) -> int:
     on_cpu = device.type == "cpu"
     scores = _SCORES * min(torch.get_num_threads(), _MOST_THREADS) if on_cpu else _SCORES_ON_GPU
     rows = 2 ** (max(1, scores // max(1, num_queries)).bit_length() - 1)
-    # A power of two, and on a CPU at most what readers give at once: chunks of 65,536 rows need not be joined.
+    # A power of two, and on a CPU at most 65,536 rows, the chunk size of the readers: chunks need not be joined.
     return max(_LEAST_ROWS, min(_MOST_ROWS if on_cpu else _MOST_ROWS_ON_GPU, rows))
 
 
 def _blocks(chunks: Chunks, size: int, width: int) -> Iterator[tuple[int, Tensor]]:
-    """Cut chunks anew, at multiples of a size: a product may differ in its last bit with the shape of the factors."""
+    """Cut chunks at multiples of `size`, because the last bit of a product may depend on the factors' shapes."""
     parts: list[Tensor] = []
     start = end = 0
     for first, features in chunks:
@@ -205,7 +208,7 @@ def _blocks(chunks: Chunks, size: int, width: int) -> Iterator[tuple[int, Tensor
                 yield start, parts[0] if len(parts) == 1 else torch.cat(parts)
                 parts = []
         if parts:
-            parts[-1] = parts[-1].clone()  # whoever reads chunks may use their memory again
+            parts[-1] = parts[-1].clone()  # a reader may reuse the memory of its chunks
     if parts:
         yield start, torch.cat(parts)
 
@@ -213,13 +216,17 @@ def _blocks(chunks: Chunks, size: int, width: int) -> Iterator[tuple[int, Tensor
 def _check_chunk(first: int, features: Tensor, end: int, width: int) -> None:
     if features.ndim != 2 or features.shape[1] != width or not features.is_floating_point():
         got = f"{features.dtype} of shape {tuple(features.shape)}"
-        raise InputError(f"Queries have {width} features: chunks are floating (n, {width}) matrices, got {got}.")
+        raise InputError(
+            f"Queries have {width} features, so chunks must be floating-point (n, {width}) matrices, got {got}."
+        )
     if first < end:
-        raise InputError(f"A chunk begins at row {first} after one that ended before row {end}: give them in order.")
+        raise InputError(
+            f"A chunk begins at row {first}, but the one before it ended before row {end}. Pass chunks in order."
+        )
 
 
 def _moved(blocks: Iterator[tuple[int, Tensor]], device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Bring blocks to a device; to a GPU through pinned memory, one ahead, while the one before it is searched."""
+    """Move blocks to a device; to a GPU asynchronously through pinned memory, one block ahead."""
     if device.type != "cuda":
         yield from ((first, block.to(device)) for first, block in blocks)
         return
@@ -245,7 +252,9 @@ def _arrived(first: int, block: Tensor, copied: torch.cuda.Event, device: torch.
 def _scale_of(scale: Scale, first: int, scores: Tensor) -> Tensor:  # -> (n,)
     found = scale(first, scores.shape[1])
     if found.shape != scores.shape[1:]:
-        raise InputError(f"A scale has one number for each of {scores.shape[1]} rows, got {tuple(found.shape)}.")
+        raise InputError(
+            f"`scale` must return one number for each of {scores.shape[1]} rows, got shape {tuple(found.shape)}."
+        )
     return found.to(scores)
 
 
@@ -256,18 +265,18 @@ def _forbidden_by(allowed: Allowed, first: int, scores: Tensor) -> Tensor | None
     shapes = (tuple(scores.shape[1:]), tuple(scores.shape))
     if found.dtype != torch.bool or tuple(found.shape) not in shapes:
         got = f"{found.dtype} of shape {tuple(found.shape)}"
-        raise InputError(f"Allowed rows are truth values of shape {shapes[0]} or {shapes[1]}, got {got}.")
+        raise InputError(f"`allowed` must return a bool tensor of shape {shapes[0]} or {shapes[1]}, got {got}.")
     return ~found.to(scores.device)
 
 
-# Examples whose features are read at a time while a shortlist is drawn up.
+# Examples whose features are read at a time to select a shortlist.
 _AT_ONCE = 65_536
 
 
 def best_of(scores: Tensor, rows: Tensor, k: int) -> Ranked:  # (Q, n), (Q, n) or (n,) ascending
-    """Take the k highest and the k lowest of each query's scores; equal ones in the order of their rows.
+    """Return the k highest and the k lowest scores of each query, with ties in row order.
 
-    A row that a query names twice counts once.
+    A row listed twice for a query counts once.
     """
     rows = rows.expand_as(scores)
     again = torch.zeros_like(scores, dtype=torch.bool)
@@ -278,12 +287,12 @@ def best_of(scores: Tensor, rows: Tensor, k: int) -> Ranked:  # (Q, n), (Q, n) o
 
 
 def shortlist_rows(train: Tensor, asked: Tensor, count: int) -> Tensor:  # (N, K), (Q, K) -> (Q, n) ascending
-    """Draw up a shortlist for each query: its strongest on either side, `count` in all.
+    """Return the shortlist of each query: its strongest examples on either side, `count` in total.
 
     Args:
-        train: Stored features of the training examples, read in pieces: they may be mapped from a file.
+        train: Stored features of the training examples; read in chunks, so they may be memory-mapped.
         asked: The queries' features times the weights, so that products are scores.
-        count: Candidates per query, half of them proponents. Examples of equal score may stand on both sides.
+        count: Candidates per query, half of them proponents. With ties an example may be on both sides.
     """
     check_counts(2, shortlist=count)
     if count >= len(train):
@@ -294,14 +303,14 @@ def shortlist_rows(train: Tensor, asked: Tensor, count: int) -> Tensor:  # (N, K
     lists = torch.cat([found.proponents, found.opponents], dim=1).sort(dim=1).values
     if (lists < 0).any():
         raise NumericalError(
-            f"For some query fewer than {half} of {len(train)} scores are finite: its features, or those stored, hold "
-            "NaN or infinity. Compute them again, in a wider precision if these were stored in float16."
+            f"Fewer than {half} of {len(train)} scores are finite for at least one query: its features or the stored "
+            "features contain NaN or infinity. Compute them again, in a wider precision if they were stored in float16."
         )
     return lists
 
 
 def merged(scores: Tensor, rows: Tensor, k: int, before: Ranked | None = None) -> Ranked:
-    """Take the k highest and lowest of what has a row, and of what was found before; equal scores in row order."""
+    """Return the k highest and lowest of new and earlier scores, with ties in row order; row -1 is ignored."""
     held: list[tuple[Tensor, Tensor]] = [(rows[:, :0], scores[:, :0])] * 2
     if before is not None:
         held = [(before.proponents, before.proponent_scores), (before.opponents, before.opponent_scores)]
