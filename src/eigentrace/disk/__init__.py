@@ -1,1 +1,1 @@
-"""Files that appear whole or not at all: atomic writes, a lock, tensors, manifests."""
+"""Atomic writes, a write lock per directory, safetensors files and JSON manifests."""

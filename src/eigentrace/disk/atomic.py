@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all: written under another name, forced to the disk, renamed."""
+"""Atomic writes of files and directories: write to a temporary path, fsync, rename."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the entries of a directory, to the disk."""
+    """Flush a file, or the entries of a directory, to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -25,9 +25,9 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path to write to; on success it becomes `path`, in one step and for good.
+    """Yield a temporary path to write to; on success, flush it to disk and rename it to `path` atomically.
 
-    Whatever goes wrong, `path` is as it was before, and the temporary file is gone.
+    On any error `path` is unchanged and the temporary file is removed.
     """
     partial = _beside(path)
     try:
@@ -43,9 +43,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Give a temporary path to write a new file or directory to; on success it becomes `path`, in one step.
+    """Yield a temporary path for a new file or directory; on success rename it to `path` atomically.
 
-    A path that exists is refused, before the work and after it. Whatever goes wrong, nothing is left behind.
+    Raises InputError if `path` exists, before or after the work. On any error nothing is left behind.
     """
     _refuse_existing(path)
     partial = _beside(path)
@@ -63,7 +63,7 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def _discard(partial: Path) -> None:
-    """Remove what was begun, if anything is there; a file system that is read-only refuses even that."""
+    """Remove a temporary file or directory, if it exists and the file system is not read-only."""
     if partial.is_dir():
         shutil.rmtree(partial, ignore_errors=True)
     else:
@@ -76,7 +76,7 @@ def _beside(path: Path) -> Path:
 
 
 def _publish(partial: Path, path: Path) -> None:
-    """Give what was written its name, and leave alone what has taken the name in the meantime."""
+    """Rename a finished file or directory to `path`, unless `path` was created in the meantime."""
     if partial.is_file():
         with suppress(OSError):  # the name is taken, or the file system has no hard links
             os.link(partial, path)
@@ -87,23 +87,23 @@ def _publish(partial: Path, path: Path) -> None:
 
 def _refuse_existing(path: Path) -> None:
     if path.exists() or path.is_symlink():
-        raise InputError(f"{path} exists already and is left as it is. Choose another path, or remove it first.")
+        raise InputError(f"{path} already exists and was not changed. Choose another path, or remove it first.")
 
 
 def storage_error(error: OSError, path: Path) -> StorageError:
-    """Say what the system's refusal means, and what to do about it."""
+    """Return a StorageError that explains a system error and its remedy."""
     if isinstance(error, StorageError):
         return error
     if error.errno in _NO_ROOM:
         return StorageError(
-            f"There is no room left to write {path}. What was written before is whole: free some space (or raise the "
-            "quota), and run the same command again."
+            f"No space left on the disk to write {path}. Files written before are complete: free some space (or raise "
+            "the quota), and run the same command again."
         )
     return StorageError(f"{path} could not be written ({error}). Check the path, its permissions and the disk.")
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed processes left half written."""
+    """Remove partial files and directories left by killed processes."""
     for leftover in folder.glob(f".*{_PARTIAL}"):
         if leftover.is_dir():
             shutil.rmtree(leftover)

@@ -1,4 +1,4 @@
-"""One writer per directory: a lock that the system takes back when its holder dies."""
+"""A write lock for a directory, which the system releases when its process ends."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ _held: set[IO[bytes]] = set()
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a directory, which is made if it is not there; refuse if another process holds it."""
+    """Take the write lock of a directory, created if missing; raise BusyError if another process has it."""
     import fcntl
 
     _at_fork()
@@ -33,10 +33,10 @@ def locked(folder: Path) -> Iterator[None]:
             file.seek(0)
             holder = file.read().decode(errors="replace").strip() or "another process"
             raise BusyError(
-                f"{folder} is being written by {holder}. Wait until it has ended, or stop it, and run this again; "
-                "reading is possible meanwhile."
+                f"{folder} is being written by {holder}. Wait until that process has ended, or stop it, and run this "
+                "again. Reading is possible meanwhile."
             ) from None
-        with suppress(OSError):  # on a full disk the lock has no name, and is held all the same
+        with suppress(OSError):  # on a full disk the lock file stays empty, but is locked
             file.seek(0)
             file.truncate()
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -48,7 +48,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _let_go() -> None:
-    """Close the files in a forked child: a loader's worker that outlives its parent must not hold the lock for it."""
+    """Close the lock files in a forked child: a loader's worker that outlives its parent must not keep the lock."""
     for file in _held:
         file.close()
     _held.clear()

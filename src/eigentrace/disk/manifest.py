@@ -1,4 +1,4 @@
-"""Directories with a manifest that says what they are, which appear whole or not at all."""
+"""Directories with a JSON manifest that identifies their kind and format, written atomically."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ MANIFEST = "manifest.json"
 
 
 def write_directory(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Mapping[str, "Tensor"]]) -> None:
-    """Write a manifest and named safetensors files as a new directory, which appears whole or not at all."""
+    """Write a manifest and named safetensors files as a new directory, atomically."""
     with appearing(path) as partial:
         partial.mkdir()
         for name, tensors in files.items():
@@ -25,24 +25,24 @@ def write_directory(path: Path, manifest: Mapping[str, Any], files: Mapping[str,
 
 
 def read_manifest(path: Path, kind: str) -> dict[str, Any]:
-    """Read the manifest of a directory written by `write_directory`, and check what it is."""
+    """Read the manifest of a directory written by `write_directory`, and check its kind and format."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
-        raise MismatchError(f"{path} holds no {MANIFEST}, so it is not a saved {kind}. Check the path.") from None
+        raise MismatchError(f"{path} contains no {MANIFEST}, so it is not a saved {kind}. Check the path.") from None
     except NotADirectoryError:
-        raise MismatchError(f"{path} is a file, and a saved {kind} is a directory. Check the path.") from None
+        raise MismatchError(f"{path} is a file, but a saved {kind} is a directory. Check the path.") from None
     except ValueError as error:  # not JSON, or not even text
         raise MismatchError(f"{path / MANIFEST} is damaged ({error}). Save the {kind} again.") from None
     found = (manifest.get("kind"), manifest.get("format")) if isinstance(manifest, dict) else type(manifest).__name__
     if found != (kind, 1):
         raise MismatchError(
-            f"{path / MANIFEST} says {found} where {(kind, 1)} was expected: another kind of artifact, or one written "
-            "by another version of eigentrace."
+            f"{path / MANIFEST} has kind and format {found}, expected {(kind, 1)}. It is another kind of artifact, or "
+            "was written by another version of eigentrace."
         )
     return manifest
 
 
 def through_json(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a value is when it comes back from a JSON file: tuples are lists there."""
+    """Return a value as read back from JSON: tuples become lists."""
     return json.loads(json.dumps(value, allow_nan=False))

@@ -1,4 +1,4 @@
-"""Read and write safetensors files; torch is imported where it is used, since loading it takes seconds."""
+"""Read and write safetensors files. torch is imported only where used, because importing it takes seconds."""
 
 import json
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Bytes of the widest number, and of what says how long the header of a safetensors file is.
+# Bytes of the widest number, and of the header length at the start of a safetensors file.
 _WIDEST = _LENGTH = 8
 
 
 ALIGNED = 64
-"""Tensors begin at multiples of this in memory: matrix products of others may add up in another order."""
+"""Alignment of tensors in memory, in bytes: with another one, matrix products may be summed in another order."""
 
 
 _KINDS = {
@@ -44,13 +44,13 @@ _KINDS = {
 def write_tensors(tensors: Mapping[str, "Tensor"], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file, tensor by tensor.
 
-    The library's own function writes to a hidden file first, which a killed process leaves behind for ever, and lets
-    nobody but the owner read the result.
+    `safetensors.torch.save_file` writes to a hidden file first, which remains if the process is killed, and makes the
+    result readable only by its owner.
     """
     import torch
 
-    # The widest numbers come first, so that all lie at multiples of their width; before them the largest tensor, if
-    # that leaves them there, to lie where it can be used as it is read.
+    # In descending order of element size, every tensor is aligned to its element size. The largest tensor comes first
+    # if that keeps the alignment: it then begins at a multiple of ALIGNED and can be used without a copy.
     largest = max(tensors, key=lambda name: tensors[name].nbytes, default="")
     begins = largest if tensors and tensors[largest].nbytes % _WIDEST == 0 else ""
     order = sorted(tensors, key=lambda name: (name != begins, -tensors[name].element_size(), name))
@@ -69,20 +69,20 @@ def write_tensors(tensors: Mapping[str, "Tensor"], path: Path, metadata: Mapping
 
 
 def read_tensors(path: Path) -> dict[str, "Tensor"]:
-    """Read a safetensors file. What was saved gives the same results to the bit, wherever it lies in the file."""
+    """Read a safetensors file; tensors are aligned in memory, so that results are the same to the bit."""
     from safetensors.torch import load_file
 
     try:
         tensors = load_file(path)
         return {name: t.clone() if t.data_ptr() % ALIGNED else t for name, t in tensors.items()}
     except FileNotFoundError:
-        raise MismatchError(f"{path} is missing. Restore it, or make the artifact again.") from None
+        raise MismatchError(f"{path} is missing. Restore it, or create the artifact again.") from None
     except SafetensorError as error:
-        raise MismatchError(f"{path} is damaged or cut short ({error}). Make it again.") from None
+        raise MismatchError(f"{path} is damaged or truncated ({error}). Create it again.") from None
 
 
 def begins_with(path: Path, tensors: Mapping[str, "Tensor"]) -> bool:
-    """Tell whether a file, however large, holds tensors of these shapes that begin with the same numbers."""
+    """Return whether a file contains tensors of these shapes that begin with the same numbers."""
     import torch
 
     try:
