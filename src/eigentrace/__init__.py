@@ -1,4 +1,4 @@
-"""Training-data attribution: which training examples taught a PyTorch model what it does."""
+"""Training-data attribution for PyTorch: find the training examples that influenced a prediction."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from eigentrace.task.tasks import causal_lm, classification, seq2seq
 
 __all__ = [
-    # what was trained, and on what
+    # the trained model and its data
     "Task",
     "classification",
     "seq2seq",
     "causal_lm",
     "Data",
-    # the method, and its rivals
+    # attribution methods
     "Arnoldi",
     "Basis",
     "InverseArnoldi",
@@ -54,30 +54,30 @@ __all__ = [
     "FlipsAndShifts",
     "Support",
     "TangentRidge",
-    # losses collected while training
+    # losses recorded during training
     "LossTracker",
     "LossHistory",
     "loss_callback",
-    # what a fit answers, how sure it is, how it is computed, several as one, and reading one back
+    # fits: scores, reliability, compute settings, ensembles and loading
     "Fitted",
     "Reliability",
     "rank_agreement",
     "Ensemble",
     "Compute",
     "load",
-    # a corpus, scored on disk
+    # scores of a corpus, stored on disk
     "score",
     "open_run",
     "Run",
     "check",
-    # acting on it
+    # cleaning the data
     "clean",
     "find_label_issues",
     "Decisions",
     "export",
 ]
 
-# Names are loaded when they are first used: `eigentrace --help` must not wait seconds for torch.
+# Names are imported on first use, so that `eigentrace --help` does not wait seconds for torch.
 _HOMES = {
     "Data": "data",
     "Task": "task.task",
@@ -104,7 +104,7 @@ _HOMES = {
     "Decisions": "cleaning.decisions",
     "export": "cleaning.export",
 }
-# Packages that are asked for by their own name.
+# Subpackages available as attributes.
 _PACKAGES = ("evaluate",)
 
 

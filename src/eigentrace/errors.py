@@ -1,16 +1,16 @@
-"""Everything eigentrace raises or warns about, each also a built-in kind so that plain `except` clauses work."""
+"""Exceptions and warnings of eigentrace; each exception also inherits from a built-in one."""
 
 
 class EigentraceError(Exception):
-    """Root of all errors raised on purpose by this package."""
+    """Base class of all exceptions that eigentrace raises."""
 
 
 class InputError(EigentraceError, ValueError):
-    """An argument, batch or file is not what the call needs."""
+    """An argument, batch or file has the wrong type, shape or value."""
 
 
 class TaskError(EigentraceError, ValueError):
-    """The model, the loss or the selected parameters cannot be attributed as they are."""
+    """The model, the loss or the selected parameters cannot be used for attribution."""
 
 
 class DataError(EigentraceError, ValueError):
@@ -18,19 +18,19 @@ class DataError(EigentraceError, ValueError):
 
 
 class DeterminismError(EigentraceError, RuntimeError):
-    """Two evaluations that must agree do not."""
+    """Two evaluations that must be equal differ."""
 
 
 class NumericalError(EigentraceError, ArithmeticError):
-    """A computation left the finite numbers or diverged."""
+    """A computation diverged or produced NaN or infinity."""
 
 
 class UnsupportedError(EigentraceError, NotImplementedError):
-    """The request has no meaning, or no engine, for this method or model."""
+    """The requested operation is not supported for this method or model."""
 
 
 class MismatchError(EigentraceError, ValueError):
-    """A stored artifact belongs to another model, task or format."""
+    """A stored artifact is missing or damaged, or was made for another model, task or format."""
 
 
 class StorageError(EigentraceError, OSError):
@@ -38,19 +38,19 @@ class StorageError(EigentraceError, OSError):
 
 
 class BusyError(EigentraceError, RuntimeError):
-    """Another process writes where this one wants to."""
+    """Another process has the write lock of the directory."""
 
 
 class EigentraceWarning(UserWarning):
-    """Root of all warnings issued by this package."""
+    """Base class of all warnings that eigentrace issues."""
 
 
 class ConvergenceWarning(EigentraceWarning):
-    """The kept eigenpairs have not settled."""
+    """The kept eigenpairs have not converged."""
 
 
 class PrecisionWarning(EigentraceWarning):
-    """Numbers are less exact than the caller may expect."""
+    """Results are less precise than the caller may expect."""
 
 
 class MemoryLimitError(EigentraceError, RuntimeError):

@@ -1,4 +1,4 @@
-"""A progress bar for loops that last: silent for the first second and when nobody is watching a terminal."""
+"""A progress bar for long loops, shown after one second and only on a terminal."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -11,13 +11,13 @@ T = TypeVar("T")
 def track(
     items: Iterable[T], description: str, total: int | None = None, size: Callable[[T], int] = lambda item: 1
 ) -> Iterator[T]:
-    """Iterate over `items`, showing a bar on a terminal once a second has passed.
+    """Iterate over `items`, with a progress bar on a terminal after one second.
 
     Args:
-        items: What to loop over.
-        description: What the loop does.
-        total: How much there is to do, if known, for a rate and the time left.
-        size: How much of it an item is; one by default.
+        items: The iterable to loop over.
+        description: Text in front of the bar.
+        total: Sum of the sizes of all items, if known, to show the remaining time.
+        size: Returns the size of an item; 1 by default.
     """
     with tqdm(desc=description, total=total, delay=1.0, disable=None, leave=False) as bar:
         for item in items:

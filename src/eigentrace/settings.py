@@ -1,4 +1,4 @@
-"""Settings: refusing wrong ones by name, and writing them down."""
+"""Validation of settings, and their conversion to JSON."""
 
 import dataclasses
 import math
@@ -10,21 +10,21 @@ from eigentrace.errors import InputError
 
 
 def check_counts(minimum: int, **settings: Any) -> None:
-    """Refuse settings that are not whole numbers of at least a minimum, by name."""
+    """Raise InputError unless each setting is an integer ≥ `minimum`."""
     for name, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
             raise InputError(f"{name} must be a whole number of at least {minimum}, got {value!r}.")
 
 
 def check_not_negative(**settings: Any) -> None:
-    """Refuse settings that are not finite numbers of at least 0, by name."""
+    """Raise InputError unless each setting is a finite number ≥ 0."""
     for name, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
             raise InputError(f"{name} must be a finite number of at least 0, got {value!r}.")
 
 
 def settings_of(method: Any) -> dict[str, Any]:
-    """Return a method's name and settings in a form that JSON can hold."""
+    """Return a method's name and settings as JSON values."""
     if not dataclasses.is_dataclass(method):
         return {"name": type(method).__name__}
     values = {field.name: plain(getattr(method, field.name)) for field in dataclasses.fields(method)}
@@ -32,7 +32,7 @@ def settings_of(method: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Turn a setting into what JSON can hold; what it cannot is named by its type."""
+    """Convert a setting to a JSON value; an object without one becomes the name of its type."""
     if dataclasses.is_dataclass(value):
         return settings_of(value)
     if isinstance(value, list | tuple):
@@ -45,6 +45,6 @@ def plain(value: Any) -> Any:
 
 
 def short(value: Any) -> str:
-    """Write a value for a message, cut off where it is long."""
+    """Format a value for a message, truncated to 60 characters."""
     text = " ".join(str(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
