@@ -1,4 +1,4 @@
-"""Ordered batches with stable row numbers, from whatever torch users have at hand."""
+"""Ordered batches with stable row numbers, from datasets, loaders, streams or lists of batches."""
 
 from eigentrace.data.accept import as_data
 from eigentrace.data.ordered import Data

@@ -1,4 +1,4 @@
-"""Data from whatever torch users have at hand."""
+"""Conversion of datasets, loaders, streams and batches to `Data`."""
 
 from collections.abc import Callable, Mapping
 from itertools import chain, islice
@@ -23,16 +23,16 @@ from eigentrace.data.sources import is_map_style
 from eigentrace.errors import DataError
 
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-# How many indices of an unknown sampler are drawn twice to see whether its order is stable.
+# How many indices of an unknown sampler are drawn twice to check that its order is stable.
 _SAMPLER_PROBE = 10_000
 
 
 def as_data(data: Any) -> Data:
-    """Accept what users have: `Data`, a dataset, a `DataLoader`, a list of batches, or one batch (tuple or dict).
+    """Convert a dataset, a `DataLoader`, a list of batches or one batch (tuple or dict) to `Data`.
 
-    A `DataLoader` that reads in order stands for its whole dataset, whether or not it drops the last batch. So does one
-    that reads all of it in another order that never changes: rows are those of the dataset, not places in the loader.
-    An `IterableDataset`, or a loader of one, is read as `Data.stream` reads it.
+    A `DataLoader` that reads in order represents its whole dataset, with or without `drop_last`. So does one that reads
+    the whole dataset in another fixed order: rows are those of the dataset, not positions in the loader. An
+    `IterableDataset`, or a loader of one, is read like `Data.stream`. `Data` is returned unchanged.
     """
     if isinstance(data, Data):
         return data
@@ -44,7 +44,7 @@ def as_data(data: Any) -> Data:
         return Data.from_batches(_several_batches(data) if isinstance(data, list) else [_one_batch(data)])
     if data is None or isinstance(data, Tensor | nn.Module | str | bytes | int | float):
         raise DataError(
-            f"Expected data, got {type(data).__name__}. Give an eigentrace.Data, a map-style dataset, a DataLoader "
+            f"Expected data, got {type(data).__name__}. Pass an eigentrace.Data, a map-style dataset, a DataLoader "
             "without shuffling, or a list of batches."
         )
     return Data(data)
@@ -54,15 +54,15 @@ def _one_batch(data: tuple | Mapping) -> tuple | Mapping:
     if isinstance(data, tuple) and not any(isinstance(item, Tensor) for item in data):
         kinds = ", ".join(type(item).__name__ for item in data[:3])
         raise DataError(
-            f"A tuple is read as one batch such as (inputs, labels), and this one holds no tensor: ({kinds}). Give "
+            f"A tuple is read as one batch such as (inputs, labels), but this one contains no tensor: ({kinds}). Pass "
             "several batches as a list, arrays as tensors, and single examples as eigentrace.Data(examples)."
         )
     parts = data.values() if isinstance(data, Mapping) else data
     if any(_is_number(part) and not isinstance(part, bool) for part in parts):
         raise DataError(
-            f"A {type(data).__name__} is read as one batch, and this one holds a single number, as one example does. "
-            "Give one example as eigentrace.Data([example]), and a batch with a number that belongs to all of its "
-            "examples as eigentrace.Data.from_batches([batch])."
+            f"A {type(data).__name__} is read as one batch, but this one contains a single number, like one example. "
+            "Pass one example as eigentrace.Data([example]). Pass a batch with a number shared by all its examples as "
+            "eigentrace.Data.from_batches([batch])."
         )
     return data
 
@@ -72,14 +72,14 @@ def _several_batches(data: list) -> list:
         raise DataError("The list of batches is empty: at least one example is needed.")
     if all(isinstance(item, Tensor) for item in data):
         raise DataError(
-            f"A list of {len(data)} bare tensors may be one batch or several. Write `[batch]` for one batch, or "
-            "`Data.from_batches(batches)` if every tensor is a batch of its own."
+            f"A list of {len(data)} tensors may be one batch or several. Pass `[batch]` for one batch, or "
+            "`Data.from_batches(batches)` if every tensor is a batch."
         )
     parts = data[0].values() if isinstance(data[0], Mapping) else data[0]
     if isinstance(data[0], Mapping | list | tuple) and any(_is_number(part) for part in parts):
         raise DataError(
-            f"A list is read as batches, and the {type(data[0]).__name__} it begins with holds a single number, as "
-            "one example does. Give a list of examples as eigentrace.Data(examples)."
+            f"A list is read as batches, but its first item, a {type(data[0]).__name__}, contains a single number, "
+            "like one example. Pass a list of examples as eigentrace.Data(examples)."
         )
     return data
 
@@ -94,7 +94,7 @@ def _from_loader(loader: DataLoader) -> Data:
     if not is_map_style(loader.dataset):
         raise DataError(
             f"The DataLoader reads a dataset of type {type(loader.dataset).__name__}, whose examples have no row "
-            "numbers. Give a map-style dataset, or the batches as a list: `list(loader)`."
+            "numbers. Pass a map-style dataset, or the batches as a list: `list(loader)`."
         )
     _refuse_shuffling(loader)
     in_order = type(loader.sampler) is SequentialSampler and loader.batch_size is not None
@@ -111,12 +111,12 @@ def _from_loader(loader: DataLoader) -> Data:
 
 
 def _order(loader: DataLoader) -> np.ndarray | None:
-    """Read which examples the loader's sampler asks for, one after the other; None where it names them otherwise."""
+    """Return the dataset indices in the order of the loader's sampler; None if it yields other keys."""
     entries: Any = loader.sampler if loader.batch_size is not None else (loader.batch_sampler or loader.sampler)
     named = chain.from_iterable(map(_names, entries))
     count = len(loader.dataset)  # type: ignore[arg-type]
     with torch.random.fork_rng(devices=[]):
-        found = list(islice(named, count + 1))  # one more says that some come twice, or that it never ends
+        found = list(islice(named, count + 1))  # one more, to detect repetition or an endless sampler
     if not all(isinstance(name, Integral) or _is_number(name) for name in found):
         return None
     return np.fromiter(map(int, found), dtype=np.int64, count=len(found))
@@ -134,21 +134,21 @@ def _is_whole(order: np.ndarray, dataset: Any) -> bool:
 
 def _other_rows(loader: DataLoader, order: np.ndarray | None) -> DataError:
     sampler = loader.sampler if loader.batch_size is not None else (loader.batch_sampler or loader.sampler)
-    what = f"The DataLoader follows a {type(sampler).__name__}, "
+    what = f"The DataLoader uses a {type(sampler).__name__}, "
     if order is None:
-        what += "which does not name examples by their number in the dataset"
+        what += "which does not yield indices of the dataset"
     else:
         at = int((order != np.arange(len(order))).argmax())
         total = len(loader.dataset)  # type: ignore[arg-type]
-        what += f"so that its example {at} is number {order[at]} of the {total} of its dataset"
+        what += f"so its example {at} is example {order[at]} of the {total} in its dataset"
     return DataError(
-        f"{what}: rows of the loader would not be rows of the dataset. Pass the dataset itself, or "
-        "torch.utils.data.Subset(dataset, indices) for some of it; or list(loader), to number examples as they come."
+        f"{what}. Rows of the loader would not be rows of the dataset. Pass the dataset itself, "
+        "torch.utils.data.Subset(dataset, indices) for a part of it, or list(loader) to use the order of the loader."
     )
 
 
 def _from_stream_loader(loader: DataLoader) -> Data:
-    """Read the loader's stream in one process: several would give its examples in another order, or several times."""
+    """Read the loader's stream in one process; several processes would reorder or repeat its examples."""
     if loader.batch_size is not None:
         stream: Any = loader.dataset
         return Data.stream(stream, _collate_of(loader), loader.batch_size, workers=loader.num_workers)
@@ -163,7 +163,7 @@ def _collate_of(loader: DataLoader) -> Callable[[list], Any] | None:
 
 
 def _refuse_shuffling(loader: DataLoader) -> None:
-    """Stop at a loader whose order changes: row numbers, and so every answer, would be meaningless."""
+    """Raise DataError if the loader's order changes between passes, because rows would not be stable."""
     sampler = loader.sampler if loader.batch_size is not None else (loader.batch_sampler or loader.sampler)
     shuffles = isinstance(sampler, _SHUFFLING) or isinstance(getattr(sampler, "sampler", None), _SHUFFLING)
     if not shuffles:
@@ -172,6 +172,6 @@ def _refuse_shuffling(loader: DataLoader) -> None:
         shuffles = first != second
     if shuffles:
         raise DataError(
-            f"The DataLoader shuffles (its sampler is a {type(sampler).__name__}), so row numbers would mean nothing. "
+            f"The DataLoader shuffles (its sampler is a {type(sampler).__name__}), so its rows have no stable numbers. "
             "Build it with shuffle=False, or pass the dataset itself."
         )

@@ -1,4 +1,4 @@
-"""Batches as nested containers of tensors: how long they are, one part of them, another device or type."""
+"""Operations on batches (nested containers of tensors): length, selection, device and dtype conversion."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,8 +12,8 @@ from eigentrace.errors import DataError
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     """Apply `function` to every tensor of a nested batch.
 
-    Mappings of any class (a Hugging Face `BatchEncoding` among them) come back as plain dicts, which every
-    torch transform understands.
+    Mappings of any class, such as a Hugging Face `BatchEncoding`, are returned as plain dicts, which every torch
+    transform supports.
     """
     if isinstance(batch, Tensor):
         return function(batch)
@@ -43,15 +43,15 @@ def length_of(batch: Any) -> int:
     sizes = [t.shape[0] for t in tensors_of(batch) if t.ndim > 0]
     if not sizes:
         raise DataError(
-            f"A batch of type {type(batch).__name__} holds no tensor with a leading dimension, so the number of "
-            "its examples is unknown. Give batches whose tensors have the examples along their first dimension, in "
-            "tuples, lists or dicts: other objects and arrays are not looked into."
+            f"A batch of type {type(batch).__name__} contains no tensor with a first dimension, so the number of "
+            "its examples is unknown. Pass batches of tensors with the examples along the first dimension, in tuples, "
+            "lists or dicts; arrays and other objects are not searched."
         )
     return sizes[0]
 
 
 def describe_batch(batch: Any) -> str:
-    """Say what a batch is made of: types and shapes, in its own containers."""
+    """Return a text with the dtypes and shapes of a batch, in its own containers."""
     if isinstance(batch, Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
     if isinstance(batch, Mapping):
@@ -62,7 +62,7 @@ def describe_batch(batch: Any) -> str:
 
 
 def looks_single(batch: Any) -> bool:
-    """Tell whether what was read as a batch holds a number or tensors of several lengths, as one example does."""
+    """Return whether a batch contains a number or tensors of different lengths, like a single example."""
     return len({t.shape[0] for t in tensors_of(batch) if t.ndim > 0}) != 1 or _holds_number(batch)
 
 
@@ -75,9 +75,9 @@ def _holds_number(item: Any) -> bool:
 
 
 def kept_whole(batch: Any, size: int) -> list[str]:
-    """Say what of a batch of `size` examples is the same for each of them, and not on purpose as far as one can tell.
+    """Describe the parts of a batch of `size` examples that are shared by all of them, probably unintentionally.
 
-    Numbers, text and tensors with a leading dimension of 1 are meant to be shared.
+    Numbers, text and tensors with a first dimension of 1 are assumed to be shared intentionally.
     """
     if isinstance(batch, Tensor):
         shared = batch.ndim == 0 or batch.shape[0] in (1, size)
@@ -92,7 +92,7 @@ def kept_whole(batch: Any, size: int) -> list[str]:
 
 
 def select(batch: Any, index: Tensor | slice, size: int) -> Any:
-    """Take some of the `size` examples of a batch.
+    """Return some of the `size` examples of a batch.
 
     Tensors whose first dimension is not `size` (a scalar, a mask shared by all examples) are kept whole.
     """
@@ -100,7 +100,7 @@ def select(batch: Any, index: Tensor | slice, size: int) -> Any:
 
 
 def is_per_example(tensor: Tensor, size: int) -> bool:
-    """Tell whether a tensor of a batch of `size` examples has one slice per example."""
+    """Return whether a tensor of a batch of `size` examples has one slice per example."""
     return tensor.ndim > 0 and tensor.shape[0] == size
 
 
@@ -110,19 +110,19 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def to_double(batch: Any) -> Any:
-    """Cast the floating tensors of a batch to float64, the complex ones to complex128."""
+    """Cast the floating-point tensors of a batch to float64, and the complex ones to complex128."""
     return map_tensors(doubled, batch)
 
 
 def doubled(tensor: Tensor) -> Tensor:
-    """Return a tensor in double precision if it holds real or complex numbers, whole numbers as they are."""
+    """Convert a floating-point or complex tensor to double precision; return any other unchanged."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def split(batch: Any, size: int) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
-    """Take the per-example tensors out of a batch, and return a function that puts others in their place."""
+    """Return the per-example tensors of a batch, and a function that rebuilds the batch from others."""
     taken = [t for t in tensors_of(batch) if is_per_example(t, size)]
 
     def rebuild(tensors: list[Tensor]) -> Any:

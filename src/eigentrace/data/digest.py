@@ -1,4 +1,4 @@
-"""Eight bytes that stand for an example's content, whatever it is collated with and whoever reads it."""
+"""Digests: eight bytes that identify an example's content, independent of batch and process."""
 
 import struct
 import sys
@@ -15,18 +15,18 @@ from eigentrace.data.batch import is_per_example
 from eigentrace.errors import DataError
 
 _SIZE = 8
-# Types that numpy does not know are read as integers of the same width, under their own name.
+# Types that numpy lacks are read as integers of the same width; the name of the type is hashed too.
 _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-# Below this a list is encoded item by item as fast as packed.
+# Lists up to this length are encoded item by item, which is as fast as packing them.
 _LONG = 8
 
 
 def digest(example: Any) -> int:
-    """Return 64 bits of the content of an example: nested tuples, lists and dicts of arrays, numbers and text.
+    """Return a 64-bit hash of an example: nested tuples, lists and dicts of arrays, numbers and text.
 
-    A tuple and a list of the same things are the same, dicts do not depend on the order of their keys, a torch
-    tensor and a numpy array of the same type, shape and numbers are the same, and single numbers are what they are
-    as a Python number: an int is any whole number, a float is a float64.
+    Tuples and lists with equal items have equal digests, the order of dict keys does not matter, and a torch tensor
+    and a numpy array of the same type, shape and numbers have equal digests. Single numbers are hashed as Python
+    numbers: integers of any type as int, float64 as float.
 
     Examples:
         >>> digest((np.ones(3), 7)) == digest([torch.ones(3, dtype=torch.float64), torch.tensor(7)])
@@ -40,7 +40,7 @@ def digest(example: Any) -> int:
 
 
 def digests(examples: Iterable[Any]) -> np.ndarray | None:  # (B,)
-    """Return one digest per example as uint64, or None if one of them holds what has no digest."""
+    """Return one digest per example as uint64, or None if any example has no digest."""
     try:
         return _numbers(_hashed(_encoded(example)) for example in examples)
     except DataError:
@@ -48,15 +48,15 @@ def digests(examples: Iterable[Any]) -> np.ndarray | None:  # (B,)
 
 
 def digest_rows(batch: Any, size: int, rows: np.ndarray | slice = slice(None)) -> np.ndarray | None:  # (B,)
-    """Return the digests that the examples of a collated batch would have one by one, as uint64.
+    """Return the digests of the single examples of a collated batch as uint64, or None if they have none.
 
-    An example is its slice of every tensor of the batch with one slice per example; what else the batch holds is
-    left out. None if that leaves nothing.
+    An example consists of its slice of every tensor of the batch that has one slice per example; other contents of the
+    batch are ignored. Examples have no digest if the batch has no such tensor.
 
     Args:
         batch: Nested tensors, the examples along the first dimension.
-        size: How many examples the batch has.
-        rows: Those wanted; all of them by default.
+        size: Number of examples in the batch.
+        rows: Positions in the batch; all by default.
     """
     try:
         pieces = _stacked(batch, size, rows)
@@ -78,7 +78,7 @@ def _numbers(found: Iterable[bytes]) -> np.ndarray:
 
 
 def _encoded(value: Any) -> bytes:
-    """Write a value down so that two values have the same bytes only if they are the same."""
+    """Encode a value as bytes, such that different values have different bytes."""
     encode = _BY_TYPE.get(type(value))
     return encode(value) if encode is not None else _encoded_by_family(value)
 
@@ -95,7 +95,7 @@ def _encoded_by_family(value: Any) -> bytes:
 
 def _refusal(what: str) -> DataError:
     return DataError(
-        f"An example holds {what}, which has no digest. Examples are compared by tensors, arrays, numbers, text, "
+        f"An example contains {what}, for which there is no digest. Supported are tensors, arrays, numbers, text, "
         "images, and tuples, lists and dicts of these."
     )
 
@@ -132,7 +132,7 @@ def _items(value: list | tuple) -> bytes:
 
 
 def _packed(value: list | tuple) -> bytes | None:
-    """Encode a long list of nothing but ints, or nothing but floats, all at once; None for any other list."""
+    """Encode a long list of only ints or only floats at once; return None for any other list."""
     kinds = set(map(type, value))
     if kinds not in ({int}, {float}):
         return None
@@ -170,9 +170,9 @@ def _tensor(value: Tensor) -> bytes:
 
 
 def _as_array(tensor: Tensor) -> tuple[np.ndarray, str | None]:
-    """Return a tensor's numbers, and the name of their type where numpy has none for it."""
+    """Return a tensor as a numpy array, and the name of its dtype if numpy lacks that dtype."""
     try:
-        return tensor.numpy(), None  # a microsecond faster than by force, for most tensors
+        return tensor.numpy(), None  # a microsecond faster than with force=True, for most tensors
     except (TypeError, RuntimeError):
         return _as_array_by_force(tensor)
 
@@ -190,15 +190,15 @@ def _as_array_by_force(tensor: Tensor) -> tuple[np.ndarray, str | None]:
 
 
 def _settled(array: np.ndarray, shape: tuple[int, ...], name: str | None = None) -> tuple[np.ndarray, bytes]:
-    """Bring an array of one or many values of this shape to the type that is hashed; return it with its header."""
+    """Convert one or many values of this shape to the dtype that is hashed; return them with their header."""
     header, dtype = _form(array.dtype, shape, name)
     return (array if array.dtype == dtype else array.astype(dtype)), header
 
 
 @lru_cache(maxsize=4096)
 def _form(dtype: np.dtype, shape: tuple[int, ...], name: str | None) -> tuple[bytes, np.dtype]:
-    """Return the header of arrays of a type and shape, and the type their bytes are taken in."""
-    if dtype.kind not in "biufcmM" or dtype.char in "gG":  # the long floats have bytes that mean nothing
+    """Return the header of arrays of a dtype and shape, and the dtype in which they are hashed."""
+    if dtype.kind not in "biufcmM" or dtype.char in "gG":  # long doubles have undefined padding bytes
         raise _refusal(f"an array of type {dtype}")
     plain = np.dtype(dtype.newbyteorder("<"))
     if name is None and shape == ():
@@ -210,7 +210,7 @@ def _form(dtype: np.dtype, shape: tuple[int, ...], name: str | None) -> tuple[by
 
 
 def _stacked(value: Any, size: int, rows: np.ndarray | slice) -> list[np.ndarray] | None:
-    """Encode the examples of a batch side by side: bytes that all share, (b,), and bytes of each, (B, b)."""
+    """Encode the examples of a batch as arrays of bytes: shared ones (b,), and one row per example (B, b)."""
     if isinstance(value, Tensor):
         if not is_per_example(value, size):
             return None

@@ -16,7 +16,7 @@ from eigentrace.data.stream import Stream, refuse_unreadable
 from eigentrace.errors import DataError
 from eigentrace.numeric.hashing import hash_digests
 
-# How many rows a fingerprint is taken of.
+# Number of examples that a fingerprint is computed from.
 _FINGERPRINTED = 64
 
 
@@ -24,12 +24,12 @@ class Data:
     """Examples in a fixed order, each with a row number and, if given, an id.
 
     Args:
-        dataset: Anything with `__len__` and `__getitem__` that gives single examples.
+        dataset: A map-style dataset: any object with `__len__` and a `__getitem__` that returns one example.
         collate: Turns a list of examples into a batch; torch's default if not given.
-        batch_size: How many examples the model sees at once. Scores do not depend on it.
-        ids: One name per example, in order, as a list, a numpy or pyarrow array, or anything else with a length and
+        batch_size: Number of examples per batch. Scores do not depend on it.
+        ids: One name per example, in order: a list, a numpy or pyarrow array, or another object with a length and
             items; row numbers if not given.
-        workers: Processes that load examples, as in a `DataLoader`.
+        workers: Number of processes that load examples, like `num_workers` of a `DataLoader`.
     """
 
     ids: Ids | None
@@ -44,13 +44,13 @@ class Data:
     ) -> None:
         if isinstance(dataset, DataLoader):
             raise DataError(
-                "Data(...) takes a dataset and got a DataLoader: pass the loader itself where data is asked for."
+                "Data(...) expects a dataset, got a DataLoader. Pass the loader itself wherever data is expected."
             )
         if not is_map_style(dataset):
             raise DataError(
                 f"{type(dataset).__name__} has no length or no random access, so its examples have no stable row "
-                "numbers. Give a map-style dataset, a list of batches (for instance `list(loader)`), or "
-                "Data.stream(dataset) if every pass over it gives the same examples in the same order."
+                "numbers. Pass a map-style dataset, a list of batches (for instance `list(loader)`), or "
+                "Data.stream(dataset) if every pass over it yields the same examples in the same order."
             )
         self._source: Source = Examples(dataset, collate, _checked_count(batch_size, "batch_size"), workers)
         self.ids = _checked_ids(ids, len(self._source))
@@ -65,19 +65,19 @@ class Data:
         ids: Ids | None = None,
         workers: int = 0,
     ) -> "Data":
-        """Take examples that can only be read in order; rows are numbered in the order they come.
+        """Create data from examples that can only be read in order; rows are numbered in that order.
 
-        Every pass begins at the first example, and rows that are not wanted are read and dropped. A pass that begins
-        with other examples, or gives another number of them, stops with an error.
+        Every pass begins at the first example; rows that are not requested are read and dropped. A pass raises
+        DataError if its first examples or its number of examples differ from those of earlier passes.
 
         Args:
-            dataset: An `IterableDataset`, or any object whose `__iter__` begins anew each time.
+            dataset: An `IterableDataset`, or any object whose `__iter__` starts from the first example each time.
             collate: Turns a list of examples into a batch; torch's default if not given.
-            batch_size: How many examples the model sees at once. Scores do not depend on it.
-            length: How many examples there are; counted by one pass when it is needed and not given.
+            batch_size: Number of examples per batch. Scores do not depend on it.
+            length: Number of examples; counted in one pass when it is needed and not given.
             ids: One name per example, in order; row numbers if not given.
-            workers: 0 to read in this process, anything above to read in one process of its own. Never more than
-                one: what several would give, and in which order, depends on how many they are.
+            workers: 0 to read in this process, any larger number to read in one worker process. With several
+                workers, the examples and their order would depend on the number of workers.
         """
         refuse_unreadable(dataset)
         if length is not None:
@@ -88,11 +88,11 @@ class Data:
 
     @classmethod
     def from_batches(cls, batches: Sequence[Any] | DataLoader, ids: Ids | None = None) -> "Data":
-        """Take batches as they are; rows are numbered in the order they come."""
+        """Create data from ready-made batches; rows are numbered in their order."""
         if not isinstance(batches, Sequence | DataLoader):
             raise DataError(
-                f"from_batches takes a list of batches or a DataLoader, got {type(batches).__name__}, which cannot be "
-                "read again and again. Give `list(batches)`."
+                f"from_batches expects a list of batches or a DataLoader, got {type(batches).__name__}, which cannot "
+                "be read several times. Pass `list(batches)`."
             )
         source = Batches(batches)
         return cls._of(source, _checked_ids(ids, len(source)))
@@ -107,50 +107,50 @@ class Data:
         return len(self._source)
 
     def batches(self, rows: np.ndarray | Sequence[int] | slice | None = None, digests: bool = False) -> Iterator[Batch]:
-        """Yield all examples in order, or those of the given ascending rows.
+        """Yield batches of all examples in order, or of the given ascending rows.
 
         Args:
-            rows: An array, or a range or slice, which ends where the data does and is never written out. A range is
-                cut into batches as a pass over all rows is; an array is filled into batches from its beginning on.
-            digests: Give each batch the digests of its examples. Where an example holds what has none, this batch
-                and those after it have none.
+            rows: An array, a range or a slice; a range or slice is limited to the length of the data. A range is
+                divided into batches as in a pass over all rows, an array from its own start.
+            digests: Whether batches have the digests of their examples. From the first batch on that contains an
+                example without a digest, batches have none.
         """
         reading = self._source.read(as_rows(rows), digests)
         return _while_all_have(reading) if digests else reading
 
     def boundary(self, row: int) -> int:
-        """Return the first row at or after this one with which a batch begins, or the end of the data."""
+        """Return the first row ≥ `row` at which a batch begins, or the end of the data."""
         return self._source.boundary(row)
 
     @property
     def is_seekable(self) -> bool:
-        """Tell whether any row can be read without reading those before it."""
+        """Whether any row can be read without reading those before it."""
         return self._source.is_seekable
 
     @property
     def can_rebatch(self) -> bool:
-        """Tell whether batches are collated here, so that their size is ours to choose."""
+        """Whether batches are collated by eigentrace, so that their size can be changed."""
         return self._source.can_rebatch
 
     @property
     def is_unbatched(self) -> bool:
-        """Tell whether a loader without a batch size gives what is read as batches, single examples perhaps."""
+        """Whether the data is a loader without a batch size, whose batches may be single examples."""
         return isinstance(self._source, Batches) and self._source.is_unbatched
 
     def rebatched(self, batch_size: int) -> "Data":
-        """Return the same examples in batches of another size; batches that somebody else made stay as they are."""
+        """Return the same examples in batches of another size; ready-made batches are left unchanged."""
         return self._of(self._source.rebatched(batch_size), self.ids) if self.can_rebatch else self
 
     def take(self, rows: Sequence[int] | np.ndarray) -> "Data":
-        """Return the examples of the given ascending rows, numbered from 0."""
+        """Return data with only the given ascending rows, renumbered from 0."""
         if not (isinstance(rows, range) and rows.step == 1):
             rows = np.asarray(rows, dtype=np.int64)
         ascending = isinstance(rows, range) or (rows.ndim == 1 and (np.diff(rows) > 0).all())
         if not ascending or (len(rows) and not 0 <= rows[0] <= rows[-1] < len(self)):
             begin = np.asarray(rows[:5]).tolist()
             raise DataError(
-                f"take needs different rows of 0 to {len(self) - 1} in ascending order, got {begin}... "
-                "Sort them, and leave out what comes twice."
+                f"take expects distinct rows from 0 to {len(self) - 1} in ascending order, got {begin}... "
+                "Sort them and remove duplicates."
             )
         if not len(rows):
             raise DataError("The data is empty: at least one example is needed.")
@@ -161,7 +161,7 @@ class Data:
         return self._of(taken, ids_of(self.ids, rows))
 
     def first(self, count: int, digests: bool = False) -> Batch:
-        """Read the first examples, at most `count` of them and no more than come in one batch."""
+        """Return the first batch, with at most `count` examples."""
         batches = self.batches(range(count), digests)
         try:
             return next(batches)
@@ -169,30 +169,30 @@ class Data:
             batches.close()  # type: ignore[attr-defined]  # workers must end at once, not whenever they are collected
 
     def sample(self, size: int, generator: torch.Generator) -> np.ndarray:
-        """Draw `size` different rows (all of them if there are fewer), ascending."""
+        """Draw `size` distinct rows (all rows if there are fewer), in ascending order."""
         if size >= len(self):
             return np.arange(len(self))
         return draw(len(self), size, generator)
 
     def held(self) -> Sequence[Any] | None:
-        """Return batches of all examples, in order, that hold their labels at least; None where that takes reading."""
+        """Return in-memory batches of all examples, with at least their labels; None if there are none."""
         return self._source.held()
 
     def compared(self, known: Callable[[], np.ndarray | None], refusal: Callable[[int], Exception]) -> "Data":
-        """Return the same examples, each compared when it is read with the digest it should have.
+        """Return the same data, which compares each example with its expected digest when it is read.
 
         Args:
-            known: Gives the digests (N,), uint64, when they are first needed; None where there are none.
-            refusal: Makes the error for a row whose content is another.
+            known: Returns the expected digests (N,) as uint64, or None if there are none; called when data is read.
+            refusal: Returns the exception to raise for a row whose digest differs.
         """
         source = self._source.source if isinstance(self._source, Compared) else self._source
         return self._of(Compared(source, known, refusal), self.ids)
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 over the number of examples and the content of 64 of them, from the first to the last.
+        """Return a SHA-256 hash of the number of examples and the content of 64 evenly spaced ones.
 
-        It depends neither on the batch size nor on the process. Of a stream, or a loader with batches of its own,
-        only the first 64 examples count, and of a stream not their number: more would take a pass over all.
+        It depends neither on the batch size nor on the process. For a stream, or a loader with its own batches, only
+        the first 64 examples are hashed, and for a stream not the number of examples, which may take a full pass.
         """
         length = len(self) if self._source.is_counted else None
         rows: Rows = spread(len(self), _FINGERPRINTED) if self._source.is_seekable else range(_FINGERPRINTED)
@@ -200,13 +200,13 @@ class Data:
         with torch.random.fork_rng(devices=[]):
             found = [batch.digests for batch in self.batches(rows, digests=True)]
             if any(part is None for part in found):
-                # One by one, so that what was collated with them has no say.
+                # One by one, so that the result does not depend on the other examples of a batch.
                 found = [digest_rows(batch.values, len(batch)) for batch in self.rebatched(1).batches(rows)]
         return hash_digests(found, f"eigentrace data 1, {length} examples")
 
 
 def _while_all_have(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Take the digests off all batches after the first that has none."""
+    """Remove the digests of all batches after the first without digests."""
     have = True
     for batch in batches:
         have = have and batch.digests is not None
@@ -223,5 +223,5 @@ def _checked_ids(ids: Ids | None, count: int | None) -> Ids | None:
     if count == 0:
         raise DataError("The data is empty: at least one example is needed.")
     if ids is not None and count is not None and len(ids) != count:
-        raise DataError(f"Got {len(ids)} ids for {count} examples: give one id per example, or none.")
+        raise DataError(f"Got {len(ids)} ids for {count} examples. Pass one id per example, or none.")
     return ids

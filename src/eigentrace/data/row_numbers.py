@@ -1,4 +1,4 @@
-"""Which rows are wanted, without writing all of them down: a hundred million numbers are most of a gigabyte."""
+"""Selections of rows, as ranges where possible: an array of a hundred million rows takes 0.8 GB."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,14 +14,14 @@ Rows = range | np.ndarray
 """Ascending rows: a range of step 1, or an array."""
 
 OPEN = sys.maxsize
-"""The end of a range that goes as far as the data does."""
+"""End of a range that extends to the end of the data."""
 
-# Up to so many rows a sample comes from a permutation of all of them.
+# Up to this number of rows, a sample is taken from a permutation of all of them.
 _PERMUTED = 10_000_000
 
 
 class Ids(Protocol):
-    """One name per row: a list, a numpy or pyarrow array, or anything else with a length and items."""
+    """One name per row: a list, a numpy or pyarrow array, or another object with a length and items."""
 
     def __len__(self) -> int: ...
 
@@ -29,7 +29,7 @@ class Ids(Protocol):
 
 
 def as_rows(rows: np.ndarray | Sequence[int] | slice | None) -> Rows:
-    """Turn what callers give, None for all rows among it, into a range where it is one, or an array."""
+    """Convert rows (None means all) to a range of step 1 if possible, else to an array."""
     if rows is None:
         return range(OPEN)
     if isinstance(rows, slice):
@@ -37,22 +37,22 @@ def as_rows(rows: np.ndarray | Sequence[int] | slice | None) -> Rows:
     if isinstance(rows, range) and rows.step == 1:
         if rows.start < 0 or rows.stop < 0:
             raise DataError(
-                f"Rows are counted from 0 at the start of the data, got {rows.start} to {rows.stop}. Count from the "
-                "start: len(data) - 1 is the last row."
+                f"Rows must not be negative, got {rows.start} to {rows.stop}. Count from the start: len(data) - 1 is "
+                "the last row."
             )
         return rows
     if isinstance(rows, range) and OPEN in (rows.start, rows.stop):
-        raise DataError(f"A slice of rows without an end cannot have steps of {rows.step}. Give the rows as a range.")
+        raise DataError(f"A slice of rows without an end must have step 1, got {rows.step}. Pass the rows as a range.")
     return np.asarray(rows)
 
 
 def within(rows: Rows, count: int) -> Rows:
-    """End a range where the data ends."""
+    """Limit a range to `count` rows; return an array unchanged."""
     return range(min(rows.start, count), min(rows.stop, count)) if isinstance(rows, range) else rows
 
 
 def pick(rows: Rows, wanted: Rows) -> Rows:
-    """Return the rows at the wanted places."""
+    """Return the rows at the given positions."""
     if isinstance(wanted, range):
         return rows[wanted.start : wanted.stop]
     return wanted + rows.start if isinstance(rows, range) else rows[wanted]
@@ -64,10 +64,10 @@ def written(rows: Rows) -> np.ndarray:
 
 
 def cut(rows: Rows, size: int, before: int | None = None) -> Iterator[np.ndarray]:
-    """Yield the rows of one batch after the other.
+    """Divide rows into batches, and yield the rows of each batch.
 
-    Batches are cut where a pass that began `before` rows earlier cuts them. A range is by default part of a pass that
-    began at row 0, and an array a pass of its own.
+    Batches are divided as in a pass that began `before` rows earlier. By default, a range is part of a pass that began
+    at row 0, and an array is a pass of its own.
     """
     if before is None:
         before = rows.start if isinstance(rows, range) else 0
@@ -78,17 +78,17 @@ def cut(rows: Rows, size: int, before: int | None = None) -> Iterator[np.ndarray
 
 
 def boundary(row: int, size: int, count: int) -> int:
-    """Return the first multiple of `size` at or after a row, or `count` if that comes first."""
+    """Return the first multiple of `size` that is ≥ `row`, at most `count`."""
     return min(-(-row // size) * size, count)
 
 
 def spread(count: int, most: int) -> np.ndarray:
-    """Return at most `most` rows at even distances, the first and the last among them."""
+    """Return at most `most` evenly spaced rows, including the first and the last."""
     return np.unique(np.arange(most, dtype=np.int64) * (count - 1) // (most - 1))
 
 
 def draw(count: int, size: int, generator: torch.Generator) -> np.ndarray:
-    """Draw `size` different rows, ascending; of very many rows in memory for those that are drawn."""
+    """Draw `size` distinct rows, ascending; for large `count`, memory grows with `size` only."""
     if count <= _PERMUTED or size > count // 4:
         return torch.randperm(count, generator=generator, device="cpu")[:size].sort().values.numpy()
     drawn = np.empty(0, dtype=np.int64)
@@ -97,12 +97,12 @@ def draw(count: int, size: int, generator: torch.Generator) -> np.ndarray:
         more = torch.randint(count, (size - len(first) + size // 8 + 1,), generator=generator, device="cpu")
         drawn = np.concatenate([drawn, more.numpy()])
         first = np.unique(drawn, return_index=True)[1]
-    # The first `size` different ones as they were drawn: to keep the smallest instead would favour early rows.
+    # The first `size` distinct ones in the order drawn: keeping the smallest would favour early rows.
     return np.sort(drawn[np.sort(first)[:size]])
 
 
 class Chosen(Sequence):
-    """Some of the items of a sequence, looked up when they are asked for."""
+    """A lazy view of some items of a sequence."""
 
     def __init__(self, items: Ids, rows: Rows) -> None:
         self._items, self._rows = items, rows
@@ -131,7 +131,7 @@ class Chosen(Sequence):
 
 
 def ids_of(ids: Ids | None, rows: Rows) -> Ids | None:
-    """Return the ids of some rows in the form they came in, or looked up when they are asked for."""
+    """Return the ids of some rows, in the same array type if possible, else as a lazy view."""
     if ids is None:
         return None
     if isinstance(ids, np.ndarray | Tensor | range) and isinstance(rows, range):

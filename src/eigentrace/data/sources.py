@@ -1,4 +1,4 @@
-"""Where examples come from when their number is known: datasets, batches somebody made, and some rows of these."""
+"""Sources of a known number of examples: datasets, ready-made batches, and selections of their rows."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from eigentrace.progress import track
 
 @dataclass(frozen=True)
 class Batch:
-    """Some examples, ready for the loss, and the rows of the data they are."""
+    """Collated examples for the loss, with their rows in the data."""
 
     rows: np.ndarray  # (B,)
     values: Any
     digests: np.ndarray | None = None  # (B,)
-    """64 bits of each example's content before it was collated, where they were asked for and exist."""
+    """The digest of each example before collation, if requested and defined."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -33,42 +33,42 @@ class Source(Protocol):
     """Examples in order, readable by row."""
 
     can_rebatch: bool
-    """Whether batches are collated here, so that their size is ours to choose."""
+    """Whether batches are collated by eigentrace, so that their size can be changed."""
     is_seekable: bool
-    """Whether a row can be read without reading all that comes before it."""
+    """Whether any row can be read without reading those before it."""
     is_counted: bool
     """Whether the number of examples is known without a pass over them."""
 
     def __len__(self) -> int: ...
 
     def read(self, rows: Rows, digests: bool = False, before: int | None = None) -> Iterator[Batch]:
-        """Yield batches of the rows, cut as in a pass that began `before` rows earlier."""
+        """Yield batches of the rows, divided as in a pass that began `before` rows earlier."""
         ...
 
     def boundary(self, row: int) -> int:
-        """Return the first row at or after this one with which a batch of a full pass begins, or the end."""
+        """Return the first row ≥ `row` at which a batch of a full pass begins, or the end."""
         ...
 
     def rebatched(self, batch_size: int) -> "Source":
-        """Return the same examples in batches of another size, where batches are collated here."""
+        """Return the same examples in batches of another size, if `can_rebatch`."""
         ...
 
     def held(self) -> Sequence[Any] | None:
-        """Return batches of all examples, in order, with their labels at least; None where that takes reading."""
+        """Return in-memory batches of all examples, with at least their labels; None if there are none."""
         ...
 
 
 @runtime_checkable
 class Labelled(Protocol):
-    """A dataset that knows every label without reading an example."""
+    """A dataset that can return all labels without reading its examples."""
 
     def all_labels(self) -> np.ndarray | None:
-        """Return the label of every row; None where rows have none."""
+        """Return the label of every row; None if rows have no labels."""
         ...
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Tell whether a dataset has a length and gives any of its examples when asked."""
+    """Return whether a dataset has a length and random access."""
     return (
         hasattr(dataset, "__len__")
         and hasattr(dataset, "__getitem__")
@@ -78,7 +78,7 @@ def is_map_style(dataset: Any) -> bool:
 
 @dataclass(frozen=True)
 class Collate:
-    """Turns examples into a batch and, if asked, digests them before: in whichever process loads them."""
+    """A collate function that can also return digests, computed in the process that loads the examples."""
 
     function: Callable[[list], Any] | None
     digests: bool = False
@@ -94,13 +94,13 @@ def _stack(examples: list) -> Any:
         return default_collate(examples)
     except (RuntimeError, TypeError) as error:
         raise DataError(
-            f"Examples of type {type(examples[0]).__name__} cannot be stacked into a batch: {error} | Give "
-            "Data(dataset, collate=...) a function that pads them, or turns what they hold into tensors."
+            f"Examples of type {type(examples[0]).__name__} cannot be stacked into a batch: {error} | Pass "
+            "Data(dataset, collate=...) a function that pads them, or converts their contents to tensors."
         ) from None
 
 
 class _Lists:
-    """The rows of each batch as the lists a loader wants, one at a time."""
+    """A batch sampler for a loader: yields the rows of each batch as a list."""
 
     def __init__(self, rows: Rows, size: int, before: int | None) -> None:
         self.rows, self.size, self.before = rows, size, before
@@ -110,7 +110,7 @@ class _Lists:
 
 
 class Examples:
-    """A map-style dataset, collated here."""
+    """A map-style dataset whose examples are collated by eigentrace."""
 
     can_rebatch = is_seekable = is_counted = True
 
@@ -121,7 +121,7 @@ class Examples:
         return len(self.dataset)
 
     def read(self, rows: Rows, digests: bool = False, before: int | None = None) -> Iterator[Batch]:
-        """Collate the examples of the rows, batch by batch, in worker processes if there are any."""
+        """Yield collated batches of the rows, loaded in worker processes if there are any."""
         rows = within(rows, len(self))
         chunks = cut(rows, self.batch_size, before)
         if type(self.dataset) is TensorDataset and self.collate is None:
@@ -149,7 +149,7 @@ class Examples:
         return Examples(self.dataset, self.collate, batch_size, self.workers)
 
     def held(self) -> Sequence[Any] | None:
-        """Return the tensors of a dataset of tensors, or the labels that a dataset says it knows."""
+        """Return the tensors of a TensorDataset, or all labels of a `Labelled` dataset; else None."""
         if type(self.dataset) is TensorDataset and self.collate is None:
             return [self.dataset.tensors]
         labels = self.dataset.all_labels() if isinstance(self.dataset, Labelled) else None
@@ -157,17 +157,17 @@ class Examples:
 
 
 def own_generator() -> torch.Generator:
-    """A loader without its own generator draws its worker seed from the caller's global random state."""
+    """Return a generator for a loader, which would otherwise draw from the caller's global random state."""
     return torch.Generator(torch.get_default_device())
 
 
-UNBATCHED = "The DataLoader has batch_size=None, so what its dataset gives is read as batches"
-"""How every message about such a loader begins."""
+UNBATCHED = "The DataLoader has batch_size=None, so each item of its dataset is read as a batch"
+"""Beginning of every message about such a loader."""
 NOT_SINGLE = "pass the dataset itself, or give the loader a batch size."
 
 
 class Batches:
-    """Batches somebody else made: a list, or a loader with its own way of grouping."""
+    """Ready-made batches: a list of batches, or a loader with its own batches."""
 
     can_rebatch, is_counted = False, True
 
@@ -184,7 +184,7 @@ class Batches:
         return int(self.ends[-1])
 
     def read(self, rows: Rows, digests: bool = False, before: int | None = None) -> Iterator[Batch]:
-        """Yield what the batches hold of the rows; a list is entered where they begin, a loader read from its start."""
+        """Yield the requested rows of each batch; a loader is always read from its start."""
         rows = within(rows, len(self))
         if not len(rows):
             return
@@ -211,12 +211,12 @@ class Batches:
             if not self.is_unbatched:
                 raise
             raise DataError(
-                f"{UNBATCHED}, and {describe_batch(batch)} is none: no tensor of it has a first dimension. If this is "
-                f"a single example, {NOT_SINGLE}"
+                f"{UNBATCHED}, but no tensor of {describe_batch(batch)} has a first dimension. If this is a single "
+                f"example, {NOT_SINGLE}"
             ) from error
 
     def _from(self, first: int) -> Iterator[tuple[int, Any]]:
-        """Yield batches with their numbers: a list's from the first that is wanted on, a loader's from its start."""
+        """Yield (number, batch): of a list from batch `first` on, of a loader from its start."""
         if isinstance(self.batches, DataLoader):
             yield from enumerate(self.batches)
         else:
@@ -235,20 +235,20 @@ class Batches:
     def _changed(self, number: int, now: int) -> DataError:
         start, stop = self.ends[number], self.ends[min(number + 1, len(self.ends) - 1)]
         return DataError(
-            f"The batch from row {start} on has {now} examples, and had {stop - start} when it was counted: the "
-            "loader gives other batches every time. Build it without random sampling or filtering."
+            f"The batch that begins at row {start} has {now} examples, but had {stop - start} when it was counted. The "
+            "loader yields different batches on each pass: build it without random sampling or filtering."
         )
 
     def boundary(self, row: int) -> int:
-        """Return the next end of a batch."""
+        """Return the first row ≥ `row` at which a batch begins, or the end."""
         return int(self.ends[np.searchsorted(self.ends[:-1], row)])
 
     def rebatched(self, batch_size: int) -> "Batches":
-        """Return the batches as they are."""
+        """Return the batches unchanged."""
         return self
 
     def held(self) -> Sequence[Any] | None:
-        """Return the batches, if they lie in a list."""
+        """Return the batches if they are in a list or tuple; else None."""
         return self.batches if isinstance(self.batches, list | tuple) else None
 
 
@@ -264,7 +264,7 @@ def _selected(values: Any, index: np.ndarray | slice, size: int) -> Any:
 
 
 class Taken:
-    """Some of the rows of a source, numbered anew."""
+    """Some rows of a source, renumbered from 0."""
 
     is_counted = True
 
@@ -276,7 +276,7 @@ class Taken:
         return len(self.rows)
 
     def read(self, rows: Rows, digests: bool = False, before: int | None = None) -> Iterator[Batch]:
-        """Read the rows' counterparts, and number what comes back."""
+        """Yield batches of the given rows, which are numbered within this selection."""
         rows = within(rows, len(self))
         if before is None:
             before = rows.start if isinstance(rows, range) else 0
@@ -286,7 +286,7 @@ class Taken:
             start += len(batch)
 
     def boundary(self, row: int) -> int:
-        """Return the next row whose predecessor is read in another batch."""
+        """Return the first row ≥ `row` whose predecessor is read in another batch, or the end."""
         if self.can_rebatch:
             return min(self.source.boundary(row), len(self))
         if row <= 0 or row >= len(self):
@@ -301,16 +301,16 @@ class Taken:
         return Taken(self.source.rebatched(batch_size), self.rows)
 
     def held(self) -> None:
-        """Return nothing: some of the rows are not worth it."""
+        """Return None: batches of a selection are not kept in memory."""
 
 
 class Compared:
-    """A source whose examples are compared, whenever they are read, with the digests they are known to have.
+    """A source that compares each example with its expected digest when it is read.
 
     Args:
-        source: The examples.
-        known: Gives the digests (N,) when they are first needed, as uint64; None where there are none.
-        refusal: Makes the error to raise for a row that is another one.
+        source: The source to read.
+        known: Returns the expected digests (N,) as uint64, or None if there are none; called when data is read.
+        refusal: Returns the exception to raise for a row whose digest differs.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class Compared:
         return len(self.source)
 
     def read(self, rows: Rows, digests: bool = False, before: int | None = None) -> Iterator[Batch]:
-        """Read the rows, and stop at the first that holds something else."""
+        """Yield batches of the rows; raise `refusal(row)` for the first example that differs."""
         known = self.known()
         for batch in self.source.read(rows, digests or known is not None, before):
             if known is not None and batch.digests is not None:
@@ -333,13 +333,13 @@ class Compared:
             yield batch
 
     def boundary(self, row: int) -> int:
-        """Return what the source does."""
+        """Return the boundary of the source."""
         return self.source.boundary(row)
 
     def rebatched(self, batch_size: int) -> "Compared":
-        """Return the same comparison of the rebatched source."""
+        """Return the rebatched source with the same comparison."""
         return Compared(self.source.rebatched(batch_size), self.known, self.refusal)
 
     def held(self) -> Sequence[Any] | None:
-        """Return what the source does."""
+        """Return the in-memory batches of the source, if any."""
         return self.source.held()

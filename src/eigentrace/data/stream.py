@@ -1,4 +1,4 @@
-"""Examples that can only be read from the beginning on, again and again."""
+"""A source of examples that can only be read in order, from the first one on each pass."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,36 +15,36 @@ from eigentrace.data.sources import Batch, Collate, own_generator
 from eigentrace.errors import DataError
 from eigentrace.progress import track
 
-# How many examples at the start of every pass are compared with those of the first.
+# How many examples at the start of every pass are compared with those of the first pass.
 _HEAD = 64
 
 
 @dataclass(frozen=True)
 class _Head:
-    """How a pass began, before anything else of it is used."""
+    """The digests of the buffered first examples of a stream."""
 
     digests: np.ndarray | None
 
 
 @dataclass(frozen=True)
 class _End:
-    """The stream gave no more examples."""
+    """The end of a stream, with the number of its examples."""
 
     count: int
 
 
 @dataclass
 class _Known:
-    """What earlier passes found, or the caller said: shared by streams of the same examples in other batches."""
+    """Length and first digests of a stream; shared by streams of the same examples in other batches."""
 
     length: int | None
     head: np.ndarray | None = None
 
 
 class _Pass(IterableDataset):
-    """One reading of a stream: its head, batches of the wanted rows and, if it comes to that, its end.
+    """One pass over a stream: yields its head, batches of the requested rows and, if it is reached, its end.
 
-    It is a dataset of batches, so that a worker process can do the reading, collating and digesting.
+    It is a dataset of batches, so that a worker process can read, collate and digest the examples.
     """
 
     def __init__(self, dataset: Iterable[Any], collate: Collate, rows: Rows, size: int, before: int | None) -> None:
@@ -85,10 +85,10 @@ def _drop(examples: list) -> None:
 
 
 class Stream:
-    """Examples in the order an iterable gives them, collated here.
+    """An iterable whose examples are read in order and collated by eigentrace.
 
-    torch's loaders let every worker iterate over the whole stream, so that its examples come several times, or in an
-    order that depends on the number of workers. Here at most one process reads.
+    In a `DataLoader`, every worker iterates over the whole stream, so that examples are repeated, or their order
+    depends on the number of workers. Therefore at most one process reads.
     """
 
     can_rebatch, is_seekable, is_counted = True, False, False
@@ -102,17 +102,17 @@ class Stream:
     def __len__(self) -> int:
         if self.known.length is None:
             counting = _Pass(self.dataset, Collate(_drop), range(OPEN), self.batch_size, None)
-            # What the dataset draws while it is counted is not the caller's doing.
+            # Counting must not change the caller's global random state.
             with torch.random.fork_rng(devices=[]):
                 for _ in track(self._checked(counting, counting.rows), "Counting examples", size=len):
                     pass
         return self.known.length or 0
 
     def read(self, rows: Rows, digests: bool = False, before: int | None = None) -> Iterator[Batch]:
-        """Read from the first example on, collating those of the rows."""
+        """Yield batches of the rows, reading from the first example."""
         length = self.known.length
         if isinstance(rows, range) and length is not None and rows.stop >= length:
-            rows = range(rows.start, OPEN)  # to see that the stream ends where it should
+            rows = range(rows.start, OPEN)  # read on, to check that the stream ends there
         reading = _Pass(self.dataset, Collate(self.collate, digests), rows, self.batch_size, before)
         loader = DataLoader(
             reading, batch_size=None, collate_fn=_same, num_workers=self.workers, generator=own_generator()
@@ -120,7 +120,7 @@ class Stream:
         return self._checked(loader, rows)
 
     def _checked(self, items: Iterable[_Head | Batch | _End], rows: Rows) -> Iterator[Batch]:
-        """Yield the batches of a pass while it agrees with the passes before."""
+        """Yield the batches of a pass; raise DataError if the pass differs from earlier ones."""
         for item in items:
             if isinstance(item, _Head):
                 self._compare(item.digests)
@@ -136,8 +136,9 @@ class Stream:
             self.known.head = head
         elif head is None or not np.array_equal(head, self.known.head):
             raise DataError(
-                "The stream began with other examples than when it was first read, so row numbers would mean nothing. "
-                "Make it give the same examples in the same order on every pass: no shuffling, no random augmentation."
+                "The first examples of the stream differ from those of its first pass, so its rows have no stable "
+                "numbers. It must yield the same examples in the same order on every pass: no shuffling, no random "
+                "augmentation."
             )
 
     def _finish(self, count: int, rows: Rows) -> None:
@@ -147,12 +148,12 @@ class Stream:
             raise self._other_length(str(count))
         self.known.length = count
         if not isinstance(rows, range) and len(rows) and rows[-1] >= count:
-            raise DataError(f"Row {rows[-1]} was asked for, and the stream has {count} examples.")
+            raise DataError(f"Row {rows[-1]} was requested, but the stream has only {count} examples.")
 
     def _other_length(self, found: str) -> DataError:
         return DataError(
-            f"The stream gave {found} examples, and {self.known.length} were counted before, or given as its length or "
-            "by its ids. It must give the same examples on every pass: count them again, or leave the length out."
+            f"The stream yielded {found} examples, expected {self.known.length} (counted before, or given by `length` "
+            "or `ids`). It must yield the same examples on every pass. Correct `length`, or leave it out."
         )
 
     def boundary(self, row: int) -> int:
@@ -160,28 +161,29 @@ class Stream:
         return boundary(row, self.batch_size, OPEN if self.known.length is None else self.known.length)
 
     def rebatched(self, batch_size: int) -> "Stream":
-        """Return the same stream in batches of another size; what is known of it stays known to both."""
+        """Return the same stream in batches of another size; both share the known length and first digests."""
         other = Stream(self.dataset, self.collate, batch_size, self.workers, None)
         other.known = self.known
         return other
 
     def held(self) -> None:
-        """Return nothing: labels take a pass over the stream."""
+        """Return None: reading the labels takes a pass over the stream."""
 
 
 def refuse_unreadable(dataset: Any) -> None:
-    """Stop at what is no stream of examples, or gives them only once."""
+    """Raise DataError unless `dataset` is an iterable of examples that can be read several times."""
     if not hasattr(dataset, "__iter__") or isinstance(dataset, str | bytes | dict | torch.Tensor | torch.nn.Module):
         raise DataError(
-            f"Data.stream takes something that gives examples when it is iterated over, got {type(dataset).__name__}. "
-            "Give an IterableDataset, or an object whose __iter__ begins anew each time."
+            f"Data.stream expects an iterable of examples, got {type(dataset).__name__}. Pass an IterableDataset, or "
+            "an object whose __iter__ starts from the first example each time."
         )
     if isinstance(dataset, DataLoader):
         raise DataError(
-            "Data.stream takes a dataset and got a DataLoader: pass the loader itself where data is asked for."
+            "Data.stream expects a dataset, got a DataLoader. Pass the loader itself wherever data is expected."
         )
     if isinstance(dataset, Iterator):
         raise DataError(
-            f"A {type(dataset).__name__} gives its examples once, and they are read several times: to count them, to "
-            "fit, to score. Give an object whose __iter__ begins anew each time, such as an IterableDataset."
+            f"A {type(dataset).__name__} yields its examples only once, but they are read several times: to count "
+            "them, to fit, to score. Pass an object whose __iter__ starts from the first example each time, such as an "
+            "IterableDataset."
         )
