@@ -1,1 +1,1 @@
-"""What was trained: a model, its per-example loss and the parameters that count."""
+"""Tasks: a trained model, its per-example loss and the selected parameters."""

@@ -1,8 +1,8 @@
-"""Autocast as casts that torch.func sees.
+"""Autocast as explicit casts, which torch.func can differentiate.
 
-Autocast acts below the transforms of torch.func: what they differentiate is a function without casts, whose backward
-half then meets types that its forward half never had. Here every function is given its inputs in the type that
-autocast would, one level up, and derivatives follow these casts like any others.
+Autocast acts below the transforms of torch.func: they differentiate a function without casts, whose backward pass then
+gets types that its forward pass never had. Here the inputs of every function are cast one level above, to the type that
+autocast would use, and derivatives include these casts like any other operation.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from eigentrace.data.batch import map_tensors
 
-# What autocast runs in the smaller type, and what in float32: the lists of CUDA, without what has no derivative.
+# Functions that autocast runs in the smaller type or in float32: CUDA's lists, without non-differentiable ones.
 _SMALLER = frozenset({
     "linear", "matmul", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "addmv", "addr", "__matmul__",
     "__rmatmul__", "einsum", "prelu", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
@@ -33,10 +33,10 @@ _WIDER = frozenset({
 
 
 class SeenCasts(TorchFunctionMode):
-    """While autocast is on, casts the inputs of functions by name and has them run without it.
+    """Replaces autocast, where it is enabled, by explicit casts of the inputs of functions.
 
     Args:
-        device: The kind of device whose autocast is meant.
+        device: The device type whose autocast is replaced.
     """
 
     def __init__(self, device: str) -> None:
@@ -57,7 +57,7 @@ class SeenCasts(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _cast(self, dtype: torch.dtype, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        # As autocast: float64 is left alone.
+        # As in autocast, float64 is unchanged.
         types = (torch.float32, torch.bfloat16, torch.float16)
 
         def cast(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoints as training tools leave them, read without ever executing a pickle."""
+"""Reading of checkpoints written by common training tools, without executing pickled code."""
 
 import json
 import re
@@ -19,14 +19,14 @@ State = Mapping[str, Tensor]
 Source = str | Path | State
 
 _NESTED = ("state_dict", "model_state_dict", "model")
-_DAMAGED = "{file} is damaged or not a checkpoint ({error}). Restore it, or give another."
+_DAMAGED = "{file} is damaged or not a checkpoint ({error}). Restore it, or pass another."
 _SUFFIXES = (".ckpt", ".safetensors", ".pt", ".pth")
 _STEP = re.compile(r"(?:step[=_-]?|checkpoint-)(\d+)")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One state of the model: tensors in memory, or where to read them when they are needed."""
+    """One state of the model: tensors in memory, or the path to load them from."""
 
     source: Path | State
 
@@ -39,11 +39,11 @@ class Checkpoint:
 
 
 def find_checkpoints(sources: Source | Sequence[Source]) -> tuple[Checkpoint, ...]:
-    """List checkpoints: state dicts, files, Hugging Face folders, or a training folder full of either kind.
+    """Return the checkpoints in state dicts, files, Hugging Face folders or training folders.
 
     A training folder is searched for `checkpoint-<step>` folders and `*.ckpt`, `*.safetensors`, `*.pt` and `*.pth`
-    files, and what is found comes in the order of the steps in the names. The final model that the Trainer leaves
-    beside its checkpoints, and Lightning's `last.ckpt`, are copies of one of them and are passed over.
+    files, which are sorted by the steps in their names. The final model that the Trainer saves beside its checkpoints,
+    and Lightning's `last.ckpt`, are copies of one of them and are skipped.
     """
     if isinstance(sources, str | Path | Mapping):
         sources = [sources]
@@ -62,14 +62,14 @@ def find_checkpoints(sources: Source | Sequence[Source]) -> tuple[Checkpoint, ..
 
 
 def _refuse_same_tensors(states: list[State]) -> None:
-    """Stop where `model.state_dict()` was collected without copying: all such states are the model as it is now."""
+    """Raise InputError if state dicts share their tensors, because `model.state_dict()` was not copied."""
     seen: dict[frozenset[int], int] = {}
     for number, state in enumerate(states):
         memory = frozenset(tensor.data_ptr() for tensor in state.values())
         if seen.setdefault(memory, number) != number:
             raise InputError(
-                f"State dicts {seen[memory]} and {number} are the same tensors, so both hold the model as it is now. "
-                "Collect copies while training: copy.deepcopy(model.state_dict())."
+                f"State dicts {seen[memory]} and {number} share their tensors, so both contain the current weights of "
+                "the model. Store copies during training: copy.deepcopy(model.state_dict())."
             )
 
 
@@ -78,7 +78,7 @@ def _expand(path: Path) -> list[Path]:
         raise InputError(f"Checkpoint {path} does not exist.")
     if path.is_file():
         return [path]
-    # A folder that is itself a model may have parts of it in subfolders; only the Trainer's are other states of it.
+    # Subfolders of a model's folder may contain parts of that model; only checkpoint-* folders are other states of it.
     pattern = "checkpoint-*" if _weights_in(path) else "*"
     inside = [p for p in path.glob(pattern) if p.is_dir() and _weights_in(p)]
     if not inside and _weights_in(path):
@@ -89,18 +89,18 @@ def _expand(path: Path) -> list[Path]:
         inside = [p for p in inside if p.name != "last.ckpt"]
     if not inside and any(path.rglob("adapter_model.*")):
         raise InputError(
-            f"{path} holds adapters without the model under them. Load each into the model with PEFT, and pass "
+            f"{path} contains adapters without their base model. Load each into the model with PEFT, and pass "
             "copies of its state dict."
         )
     if not inside:
         raise InputError(
-            f"{path} holds no checkpoints: looked for model.safetensors, pytorch_model.bin, checkpoint-* folders and "
+            f"{path} contains no checkpoints: expected model.safetensors, pytorch_model.bin, checkpoint-* folders or "
             f"{', '.join(_SUFFIXES)} files."
         )
     if len(inside) == 1:
         warnings.warn(
-            f"{path} holds a single checkpoint. The Hugging Face Trainer (save_total_limit) and Lightning (save_top_k) "
-            "delete earlier ones by default; TracIn works best over several.",
+            f"{path} contains a single checkpoint. The Hugging Face Trainer (save_total_limit) and Lightning "
+            "(save_top_k) delete earlier ones by default; TracIn works best with several.",
             EigentraceWarning,
             stacklevel=4,
         )
@@ -108,14 +108,14 @@ def _expand(path: Path) -> list[Path]:
 
 
 def _order(path: Path) -> tuple[int, list[str | int]]:
-    """Sort by the step in the name, else by the name with its numbers read as numbers: epoch_2 before epoch_10."""
+    """Return a sort key: the step in the name, or else the name in natural order (epoch_2 before epoch_10)."""
     match = _STEP.search(path.name)
     parts = [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]
     return (int(match.group(1)) if match else -1, parts)
 
 
 def _weights_in(folder: Path) -> list[Path]:
-    """Return the weight files of a Hugging Face folder, all shards of them."""
+    """Return the weight files of a Hugging Face folder, including all shards."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
             return [folder / name]
@@ -144,13 +144,13 @@ def _read_pickled(file: Path) -> State:
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise MismatchError(f"{file} is missing. Restore it, or give another checkpoint.") from None
+        raise MismatchError(f"{file} is missing. Restore it, or pass another checkpoint.") from None
     except UnpicklingError as error:
         reason = next((line for line in str(error).splitlines() if "GLOBAL" in line or "global" in line), None)
         if reason is None:
             raise MismatchError(_DAMAGED.format(file=file, error=str(error).splitlines()[-1])) from None
         raise InputError(
-            f"{file} holds more than tensors, and reading it would run code from the file ({reason.strip()}). Load it "
+            f"{file} contains more than tensors, and loading it would run code from it ({reason.strip()}). Load it "
             "yourself if you trust it and pass its state dict, or save it as safetensors."
         ) from None
     except (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
@@ -159,9 +159,9 @@ def _read_pickled(file: Path) -> State:
 
 
 def _unwrap(loaded: Any, where: str) -> State:
-    """Find the tensors inside what a training loop saved beside them."""
+    """Return the tensors by name from a checkpoint that may contain other training state."""
     while isinstance(loaded, Mapping) and (inner := [key for key in _NESTED if isinstance(loaded.get(key), Mapping)]):
         loaded = loaded[inner[0]]
     if not isinstance(loaded, Mapping) or not any(isinstance(value, Tensor) for value in loaded.values()):
-        raise MismatchError(f"{where} holds no state dict: expected tensors by name, at the top or under {_NESTED}.")
+        raise MismatchError(f"{where} contains no state dict: expected tensors by name, at the top or under {_NESTED}.")
     return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}

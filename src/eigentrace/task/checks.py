@@ -1,4 +1,4 @@
-"""Check a task before any expensive work, and name the likely cause of a wrong number."""
+"""Checks of a task before expensive work, with errors that name the likely cause."""
 
 import warnings
 from typing import Any
@@ -30,26 +30,26 @@ SAME_TOL = {"fp64": 1e-8, "fp32": 1e-3, "bf16": 5e-2}
 
 
 _NOT_ALONE = (
-    "so losses are not per example. Look for a division by the batch's size or token count, batch statistics, or other "
-    "examples. A list is read as batches: give a list of single examples as Data(examples)."
+    "so losses are not per example. Look for a division by the batch size or token count, for batch statistics, or for "
+    "a use of other examples. A list is read as batches: pass a list of single examples as Data(examples)."
 )
 
 
-# Examples that the loss is tried on.
+# Number of examples that the loss is tested on.
 _LOOKED_AT = 8
 
 
 def check_task(task: Task, data: Data) -> LossFingerprint:
-    """Check that the loss is per example, finite, repeatable, and that evaluating it leaves the model alone.
+    """Check that the loss is per example, finite and repeatable, and does not change the model.
 
     Returns:
-        What the first examples are made of, and the losses they gave.
+        The form of the first batch, with the losses and digests of its examples.
     """
     first, again = data.first(_LOOKED_AT, digests=True), data.first(_LOOKED_AT)
     if not _same_batch(first, again):
         raise DeterminismError(
-            "Reading the first batch twice gave different numbers: the dataset augments or shuffles at random. Give "
-            "the examples as the model should be asked about them, without random transforms."
+            "Reading the first batch twice gave different numbers: the dataset augments or shuffles at random. Pass "
+            "the examples without shuffling and random transforms."
         )
     batch = task.place(first.values)
     try:
@@ -63,7 +63,7 @@ def check_task(task: Task, data: Data) -> LossFingerprint:
         raise
     if any(dtype == torch.bfloat16 for dtype in task.layout.dtypes):
         warnings.warn(
-            "Some selected parameters are stored in bfloat16, so gradients carry about two digits. Load the model in "
+            "Some selected parameters are stored in bfloat16, so gradients have about two digits. Load the model in "
             "float32 and pass precision='bf16' to compute fast with full-precision parameters.",
             PrecisionWarning,
             stacklevel=4,
@@ -72,38 +72,38 @@ def check_task(task: Task, data: Data) -> LossFingerprint:
 
 
 def note_batch(error: Exception, task: Task, batch: Any) -> None:
-    """Add to an error of the caller's own functions what the batch is that they met, and what those of the fit were."""
+    """Add the forms of the batch and of the fit's batches to an error in the caller's functions, as a note."""
     is_ours = isinstance(error, EigentraceError) and not isinstance(error, UnsupportedError)
     if is_ours or isinstance(error, torch.OutOfMemoryError):
         return
     fitted = (
         ""
         if task.loss_fingerprint is None
-        else f", and the fit was made on batches such as {task.loss_fingerprint.form}"
+        else f", and the fit was made with batches such as {task.loss_fingerprint.form}"
     )
     error.add_note(
-        f"This happened on the batch {describe_batch(batch)}{fitted}. Training examples and queries go through the "
-        "same loss: give both in the form it takes."
+        f"The error occurred on the batch {describe_batch(batch)}{fitted}. Training examples and queries are passed to "
+        "the same loss: pass both in the form that it expects."
     )
 
 
 def name_loader(error: Exception, data: Data, batch: Any) -> None:
-    """Name a loader without a batch size where the loss fails: single examples that it gives are read as batches."""
+    """Report a loader without a batch size if the loss fails: its single examples are read as batches."""
     if not data.is_unbatched or isinstance(error, MemoryLimitError | NumericalError | torch.OutOfMemoryError):
         return
     if looks_single(batch):
         raise DataError(
-            f"{UNBATCHED}, and {describe_batch(batch)} looks like a single example: {NOT_SINGLE} If it is a batch, the "
+            f"{UNBATCHED}, but {describe_batch(batch)} looks like a single example: {NOT_SINGLE} If it is a batch, the "
             f"loss fails on it: {error}"
         ) from error
     error.add_note(f"{UNBATCHED}. If {describe_batch(batch)} is a single example, {NOT_SINGLE}")
 
 
 def check_loss_fingerprint(task: Task, data: Data) -> None:
-    """Stop if the task gives an example of the fit it was loaded with another loss than it had then.
+    """Raise MismatchError if the task's losses differ from those stored in a loaded fit.
 
-    There is no data where a fit is loaded, so the first examples of whatever it is asked about are looked at: usually
-    the training data. Where they are others nothing is known, and the next question is looked at again.
+    Loading a fit takes no data, so the first examples of the first data that it scores are compared, usually the
+    training data. If none of them is known to the fit, the check is repeated with the next data.
     """
     known = task.loss_fingerprint
     if known is None or known.is_checked or known.digests is None:
@@ -119,8 +119,8 @@ def check_loss_fingerprint(task: Task, data: Data) -> None:
     at = another_loss(held, here)
     if at is not None:
         raise MismatchError(
-            f"The task has another loss than the one this fit was made with: that of row {batch.rows[at]} was "
-            f"{held[at]:.4g} then and is {here[at]:.4g} by the task. Load the fit with the task it was made with."
+            f"The task's loss differs from the loss that this fit was made with: that of row {batch.rows[at]} was "
+            f"{held[at]:.4g} and is now {here[at]:.4g}. Load the fit with the task that it was made with."
         )
     known.is_checked = True
 
@@ -128,9 +128,9 @@ def check_loss_fingerprint(task: Task, data: Data) -> None:
 def check_losses(
     losses: Tensor, rows: np.ndarray, what: str = "loss", *, task: Task | None = None, batch: Any = None
 ) -> None:
-    """Check that a loss, or what else is differentiated, gave one finite number for each of these rows.
+    """Raise an error unless a loss, or another function (`what`), returned one finite number per row.
 
-    With the task and the placed batch, a label that is no class is named. It runs inside the caller's session.
+    Given the task and the placed batch, the error reports a label that is not a class. Call it inside a session.
     """
     if len(losses) != len(rows):
         raise TaskError(
@@ -151,7 +151,7 @@ def check_losses(
 
 
 def _wrong_label(task: Task, batch: Any, at: int) -> str | None:
-    """Say which label an example of the batch has, if it is none of the model's classes."""
+    """Return a message if the label of an example is not one of the model's classes, else None."""
     outputs = task.outputs(task.params, batch) if task.has_labels else None
     if not isinstance(outputs, Tensor) or outputs.ndim != 2:
         return None
@@ -159,7 +159,7 @@ def _wrong_label(task: Task, batch: Any, at: int) -> str | None:
     if 0 <= label < classes:
         return None
     return (
-        f"Its label is {label}, and the model has {classes} classes, numbered 0 to {classes - 1}. Mend the labels, or "
+        f"Its label is {label}, but the model has {classes} classes, numbered 0 to {classes - 1}. Fix the labels, or "
         "leave such rows out."
     )
 
@@ -170,7 +170,7 @@ def _same_batch(a: Batch, b: Batch) -> bool:
 
 
 def precision_of(task: Task) -> str:
-    """Name the precision of the selected parameters: "bf16" if any is stored so, else "fp64" or "fp32"."""
+    """Return the precision of the selected parameters: "bf16" if any is bfloat16, else "fp64" or "fp32"."""
     if torch.bfloat16 in task.layout.dtypes:
         return "bf16"
     return "fp64" if task.layout.dtype == torch.float64 else "fp32"
@@ -183,11 +183,11 @@ def _losses_leaving_model_alone(task: Task, batch: Any) -> Tensor:
     try:
         losses = task.losses(values, batch).detach()
     except Exception as error:
-        if not isinstance(error, EigentraceError):  # the caller's own, which keeps its type and gets a note
+        if not isinstance(error, EigentraceError):  # an error of the caller's function keeps its type and gets a note
             error.add_note(
                 f"The loss failed when eigentrace first called it, in eval mode and under torch.no_grad(), with the "
-                f"batch {describe_batch(batch)}. Call it yourself as loss(model, batch) on such a batch. One that "
-                "differentiates by itself (a penalty on gradients, forces, a differential equation) must do so inside "
+                f"batch {describe_batch(batch)}. To reproduce it, call loss(model, batch) on such a batch. A loss that "
+                "differentiates (a penalty on gradients, forces, a differential equation) must do so inside "
                 "torch.enable_grad()."
             )
         raise
@@ -195,13 +195,13 @@ def _losses_leaving_model_alone(task: Task, batch: Any) -> Tensor:
         changed = [name for name, tensor in own.items() if not _equal(tensor, before[name])]
         for name in changed:
             own[name].detach().copy_(before[name])
-    # What was bound anew rather than written to is put back at the end of the session, with all attributes.
+    # Tensors that were replaced, not written to, are restored with all attributes at the end of the session.
     now, expected = dict(task.model.named_buffers()) | values, before | task.params
     changed += [name for name, tensor in now.items() if name in before and not _equal(tensor, expected[name])]
     if changed:
         raise TaskError(
-            f"Evaluating the loss changes {changed[0]!r}, even in eval mode. The change was undone. Compute without "
-            "writing to parameters or buffers inside forward."
+            f"Evaluating the loss changes {changed[0]!r}, even in eval mode. The change was undone. Do not write to "
+            "parameters or buffers inside forward."
         )
     return losses
 
@@ -218,7 +218,7 @@ def _check_repeatable(task: Task, batch: Any, losses: Tensor) -> None:
     gap = _relative(losses, task.losses(task.params, batch))
     if gap > SAME_TOL[precision_of(task)]:
         raise DeterminismError(
-            f"Evaluating the loss of one batch twice differs by {gap:.2g} of its size, in eval mode. Something draws "
+            f"Two evaluations of the loss of one batch in eval mode differ by {gap:.2g} (relative). Something draws "
             "random numbers: dropout called as a function with training=True, random masking, or noise."
         )
 
@@ -226,7 +226,7 @@ def _check_repeatable(task: Task, batch: Any, losses: Tensor) -> None:
 def _check_independent(task: Task, batch: Any, losses: Tensor) -> None:
     if len(losses) < 2:
         return
-    # The one with the largest loss: a well-fitted example has too little of it to show a difference.
+    # The example with the largest loss: the loss of a well-fitted one is too small to show a difference.
     i = int(losses.abs().argmax())
     try:
         alone = task.losses(task.params, select(batch, slice(i, i + 1), len(losses)))
@@ -234,32 +234,31 @@ def _check_independent(task: Task, batch: Any, losses: Tensor) -> None:
         raise
     except (ValueError, RuntimeError, IndexError) as error:
         why = _why_not_alone(batch, len(losses))
-        raise TaskError(f"The loss of an example that is alone in its batch fails ({error}), {why}") from error
+        raise TaskError(f"The loss fails for an example that is alone in its batch ({error}), {why}") from error
     if len(alone) != 1:
         raise TaskError(
-            f"The loss of an example that is alone in its batch has {len(alone)} numbers, "
+            f"The loss returns {len(alone)} numbers for an example that is alone in its batch, "
             f"{_why_not_alone(batch, len(losses))}"
         )
     gap = _relative(losses[i], alone)
     if gap > max(SAME_TOL[precision_of(task)], 1e-3):
         raise TaskError(
-            f"The loss of an example changes by {gap:.2g} of its size when it is alone in its batch, "
+            f"The loss of an example changes by {gap:.2g} (relative) when it is alone in its batch, "
             f"{_why_not_alone(batch, len(losses))}"
         )
 
 
 def _why_not_alone(batch: Any, size: int) -> str:
-    """Name what could not be taken apart, if anything, and else the usual causes."""
+    """Return the likely cause: a part of the batch that was not split, or else a loss that is not per example."""
     whole = kept_whole(batch, size)
     if not whole:
         return _NOT_ALONE
     more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
     return (
-        f"so either losses are not per example, or the batch was not taken apart as it should be: of its {size} "
-        f"examples, each keeps the whole of {whole[0]}{more}. Give every example a place along the first dimension of "
-        "the tensors, in tuples, lists or dicts; where that cannot be (graphs in one piece, lists of tensors, objects "
-        "of your own), give one example at a time: Data(dataset, collate, batch_size=1), on a GPU with "
-        "Compute(batch='data')."
+        f"so either losses are not per example, or the batch was not split correctly: each of its {size} examples "
+        f"keeps all of {whole[0]}{more}. Put the examples along the first dimension of tensors, in tuples, lists or "
+        "dicts. If that is not possible (graphs merged into one, lists of tensors, custom objects), pass one example "
+        "at a time: Data(dataset, collate, batch_size=1), on a GPU with Compute(batch='data')."
     )
 
 
@@ -271,8 +270,8 @@ def _check_gradient(task: Task, batch: Any, losses: Tensor) -> None:
         raise
     except RuntimeError as error:
         raise TaskError(
-            f"The loss cannot be differentiated: {error} | If an in-place operation is named, write it out of place "
-            "(inplace=False); if a sparse gradient is, use sparse=False."
+            f"The loss cannot be differentiated: {error} | If this names an in-place operation, replace it "
+            "(inplace=False); if it names a sparse gradient, use sparse=False."
         ) from error
     bad = [name for name, part in found.items() if not part.isfinite().all()]
     if bad:
@@ -283,5 +282,6 @@ def _check_gradient(task: Task, batch: Any, losses: Tensor) -> None:
     if losses.any() and not any(part.any() for part in found.values()):
         raise TaskError(
             "The gradient of the loss in the selected parameters is exactly zero: the loss does not depend on them. "
-            "Look for .detach(), .item(), torch.no_grad(), argmax or reentrant checkpointing, or select others."
+            "Look for .detach(), .item(), torch.no_grad(), argmax or reentrant checkpointing, or select other "
+            "parameters."
         )

@@ -1,4 +1,4 @@
-"""Ordinary gradients of a batch, and trying several ways of differentiating in order of preference."""
+"""Reverse-mode gradients of a batch, and selection of the first way to differentiate that works."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -13,19 +13,19 @@ T = TypeVar("T")
 
 
 LACKING = (RuntimeError, NotImplementedError, AssertionError)
-"""What a missing derivative or batching rule may raise: torch asserts inside its transforms."""
+"""Exceptions that torch raises for a missing derivative or batching rule; its transforms use assertions."""
 
 
 def first_supported(candidates: Iterable[T], attempt: Callable[[T], Any], name: Callable[[T], str], what: str) -> T:
     """Return the first candidate whose attempt does not fail for lack of a derivative or batching rule.
 
-    Running out of memory is no lack of support, and mistakes in the input have errors of their own: both pass through.
+    Other exceptions, such as out-of-memory errors and errors in the input, are not caught.
 
     Args:
-        candidates: The ways, best first.
-        attempt: Does a little of the work one way.
-        name: What a way is called in the message.
-        what: The message's beginning and remedy, around "{}" for the reasons of each way.
+        candidates: Ways to differentiate, best first.
+        attempt: Runs a small part of the work with a candidate.
+        name: Returns the name of a candidate for the message.
+        what: The error message, in which "{}" is replaced by the reason of each candidate.
     """
     failures = []
     for candidate in candidates:
@@ -41,19 +41,19 @@ def first_supported(candidates: Iterable[T], attempt: Callable[[T], Any], name: 
 
 
 def gradient(task: Task, values: Values, batch: Any) -> dict[str, Tensor]:
-    """Differentiate the summed loss of a batch by an ordinary backward pass, which every trainable model supports."""
+    """Return the gradient of the summed loss of a batch, by an ordinary backward pass."""
     with torch.enable_grad():
         leaves = leaves_of(values)
         return backward(task.losses(leaves, batch).sum(), leaves)
 
 
 def leaves_of(values: Values) -> dict[str, Tensor]:
-    """Return values as leaves of a new graph."""
+    """Return values as leaves of a new autograd graph."""
     return {name: value.detach().requires_grad_() for name, value in values.items()}
 
 
 def backward(of: Tensor, leaves: Values, **options: Any) -> dict[str, Tensor]:
-    """Differentiate in the leaves by reverse mode; zeros where nothing depends on them."""
+    """Differentiate `of` with respect to the leaves in reverse mode; zeros for leaves it does not depend on."""
     if not of.requires_grad:
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     found = torch.autograd.grad(of, list(leaves.values()), materialize_grads=True, **options)

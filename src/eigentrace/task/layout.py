@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 def normal(shape: tuple[int, ...], generator: torch.Generator, like: "Layout") -> Tensor:
-    """Draw Gaussian numbers on the CPU, so that a seed means the same numbers on every device."""
+    """Draw Gaussian numbers on the CPU, so that a seed gives the same numbers on every device."""
     return torch.randn(shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each selected parameter lies in the flat vector of P numbers."""
+    """Positions of the selected parameters in one flat vector of P numbers."""
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
@@ -30,7 +30,7 @@ class Layout:
 
     @staticmethod
     def of(params: Mapping[str, Tensor]) -> "Layout":
-        """Read the layout off named tensors, in their order."""
+        """Create the layout of named tensors, in their order."""
         tensors = list(params.values())
         return Layout(
             names=tuple(params),
@@ -51,11 +51,11 @@ class Layout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of flat vectors: float64 if any parameter is, else float32, so that sums never run in half precision."""
+        """The dtype of flat vectors: float64 if any parameter is float64, else float32; never half precision."""
         return torch.float64 if torch.float64 in self.dtypes else torch.float32
 
     def span(self, name: str) -> slice:
-        """Return where a parameter lies in the flat vector."""
+        """Return the slice of the flat vector that contains a parameter."""
         return self._spans[name]
 
     @cached_property
@@ -64,8 +64,8 @@ class Layout:
         return {n: slice(stop - size, stop) for n, size, stop in zip(self.names, self.sizes, stops, strict=True)}
 
     def flatten(self, tensors: Mapping[str, Tensor], batch_dims: int = 0) -> Tensor:  # {name: (*b, *s)} -> (*b, P)
-        """Lay named tensors side by side in one vector (or one per leading index)."""
-        # Sizes spelled out: neither flatten nor reshape(-1) takes parameters of no dimensions and of no elements.
+        """Concatenate named tensors into one flat vector (or one per leading index)."""
+        # Explicit sizes: neither flatten nor reshape(-1) supports both scalar and empty parameters.
         parts = [
             tensors[name].reshape((*tensors[name].shape[:batch_dims], size)).to(self.dtype)
             for name, size in zip(self.names, self.sizes, strict=True)
@@ -73,7 +73,7 @@ class Layout:
         return torch.cat(parts, dim=-1)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:  # (*b, P) -> {name: (*b, *s)}
-        """Cut a flat vector into named tensors, each in its parameter's own type."""
+        """Split a flat vector into named tensors, each in the dtype of its parameter."""
         leading = flat.shape[:-1]
         pieces = flat.split(self.sizes, dim=-1)
         return {

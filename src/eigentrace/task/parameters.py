@@ -1,4 +1,4 @@
-"""Which parameters count as Θ: trainable ones, names by pattern, the top of the model, or the caller's choice."""
+"""Selection of parameters: trainable ones, name patterns, the top of the model, or a function."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,24 +13,24 @@ from eigentrace.errors import TaskError
 
 Params = str | Sequence[str] | Callable[[str, Tensor], bool]
 
-# bfloat16 has the range, if not the digits: the probe warns about it.
+# bfloat16 has the range of float32, but fewer digits: `check_task` warns about it.
 _WIDE_ENOUGH = (torch.float64, torch.float32, torch.bfloat16)
 _TOP = re.compile(r"^(?:top|last)\s+(\d+(?:\.\d+)?)\s*%$")
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of the model is attributed."""
+    """Number and share of the model's parameters that are selected."""
 
     selected: int
     total: int
     names: tuple[str, ...]
     without_rule: Mapping[str, str] = field(default_factory=dict)
-    """Selected parameters that go by a slower engine, since the layerwise one has no rule for them, with the reason."""
+    """Selected parameters without a layerwise rule, which need a slower engine, with the reason."""
 
     @property
     def fraction(self) -> float:
-        """Share of the model's parameters that are in Θ."""
+        """Share of the model's parameters that are selected."""
         return self.selected / self.total
 
     def __str__(self) -> str:
@@ -46,12 +46,12 @@ class Coverage:
 
 
 def select_params(model: nn.Module, params: Params) -> dict[str, nn.Parameter]:
-    """Return the selected parameters by name, tied ones once, in the model's own order.
+    """Return the selected parameters by name, in the model's order; tied parameters once.
 
     Args:
         model: The model.
         params: `"trainable"` (every parameter with `requires_grad`), `"all"`, `"last layer"`, `"top 20%"` (whole
-            tensors counted from the output end until they hold that share), a glob pattern over names or a list of
+            tensors, from the output end, until they make up that share), a glob pattern over names or a list of
             them, or a function of (name, parameter). All but the first ignore `requires_grad`.
     """
     aliases = aliases_of(model)
@@ -63,14 +63,15 @@ def select_params(model: nn.Module, params: Params) -> dict[str, nn.Parameter]:
     if not chosen:
         raise TaskError(
             f"params={params!r} matches none of the {len(everything)} parameters of {type(model).__name__} "
-            f"({_some(list(everything))}). Give a pattern over these names, or 'trainable' after unfreezing some."
+            f"({_some(list(everything))}). Pass a pattern that matches these names, or 'trainable' after "
+            "unfreezing some."
         )
     _check(chosen)
     return chosen
 
 
 def coverage_of(model: nn.Module, chosen: Mapping[str, Tensor]) -> Coverage:
-    """Count the selected parameters against all of the model's, tied ones once."""
+    """Count the selected parameters and all parameters of the model; tied ones once."""
     total = sum(p.numel() for p in model.parameters())
     return Coverage(sum(p.numel() for p in chosen.values()), total, tuple(chosen))
 
@@ -78,7 +79,7 @@ def coverage_of(model: nn.Module, chosen: Mapping[str, Tensor]) -> Coverage:
 def match_values(
     aliases: Mapping[str, Sequence[str]], values: float | Mapping[str, float], what: str
 ) -> dict[str, float]:
-    """Give each parameter its number: one for all, or that of the first glob that matches one of its names, else 0."""
+    """Return the number of each parameter: one for all, or that of the first matching glob pattern, else 0."""
     if not isinstance(values, Mapping):
         values = {"*": values}
     for pattern, value in values.items():
@@ -95,12 +96,12 @@ def match_values(
 
 
 def _matches(names: Sequence[str], pattern: str) -> bool:
-    # A tied parameter goes by several names: people write "lm_head.*" and mean the matrix shared with the embedding.
+    # A tied parameter has several names: "lm_head.*" must also match a matrix shared with the embedding.
     return any(fnmatchcase(name, pattern) for name in names)
 
 
 def aliases_of(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """List each distinct parameter with all the names it goes by."""
+    """Return each distinct parameter with all of its names."""
     by_id: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(parameter), (parameter, []))[1].append(name)
@@ -135,7 +136,7 @@ def _choose(
 
 
 def _by_last_use(model: nn.Module) -> list[tuple[str, str]]:
-    """List parameters as (name, last name) in the order of the latter: a tied head stands at the output."""
+    """Return (name, last name) of all parameters, in the order of last names: a tied head comes last."""
     last: dict[int, tuple[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = last.pop(id(parameter), (name, name))[0]
@@ -158,7 +159,7 @@ def _check_loaded(everything: Mapping[str, Tensor]) -> None:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise TaskError(f"Parameter {name!r} is not initialised yet: run the model once on a batch first.")
         if parameter.device.type == "meta":
-            raise TaskError(f"Parameter {name!r} is on the meta device and holds no numbers: load the weights first.")
+            raise TaskError(f"Parameter {name!r} is on the meta device and has no values: load the weights first.")
 
 
 def _check(chosen: Mapping[str, Tensor]) -> None:
@@ -171,14 +172,14 @@ def _check(chosen: Mapping[str, Tensor]) -> None:
     devices = {p.device for p in chosen.values()}
     if len(devices) > 1:
         raise TaskError(
-            f"The selected parameters lie on several devices ({', '.join(sorted(map(str, devices)))}). "
-            "Move the model to one, or select parameters of one."
+            f"The selected parameters are on several devices ({', '.join(sorted(map(str, devices)))}). "
+            "Move the model to one device, or select parameters on one."
         )
     narrow = [name for name, p in chosen.items() if p.dtype not in _WIDE_ENOUGH]
     if narrow:
         raise TaskError(
-            f"Parameter {narrow[0]!r} is stored in {chosen[narrow[0]].dtype}, whose range gradients and curvature "
-            "leave. Load the model in float32 (`model.float()`), and use precision='bf16' for speed."
+            f"Parameter {narrow[0]!r} is stored in {chosen[narrow[0]].dtype}, whose range is too small for "
+            "gradients and curvature. Load the model in float32 (`model.float()`), and use precision='bf16' for speed."
         )
 
 

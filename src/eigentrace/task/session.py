@@ -1,4 +1,4 @@
-"""Run somebody's model under the settings the mathematics needs, and give it back exactly as found."""
+"""Sessions: run a model in eval mode with differentiable kernels, and restore its state afterwards."""
 
 import sys
 import warnings
@@ -15,27 +15,28 @@ from torch.utils import checkpoint
 from eigentrace.errors import InputError, UnsupportedError
 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
-# What torch.utils.checkpoint.checkpoint calls, for either kind. Models bind that function by name, so it cannot be
-# replaced itself.
+# Names that torch.utils.checkpoint.checkpoint calls for either kind. Models import that function by name, so it cannot
+# be replaced itself.
 _CHECKPOINTING = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
 
 
 @contextmanager
 def prepared(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode under kernels that have second-order and forward-mode rules.
+    """Run the model in eval mode with kernels that have second-order and forward-mode derivatives.
 
-    - Fused attention has neither rule, so the math kernel is selected; `nn.MultiheadAttention` and
-      `nn.TransformerEncoder` take a fused path of their own in eval mode, which is switched off.
-    - oneDNN's and cuDNN's fused recurrent kernels have no forward-mode and no double-backward rule. They are
-      switched off only around models that hold a recurrent layer, since convolutions need them for speed.
-    - `sparse=True` embeddings would return sparse gradients, which no flat vector can take.
-    - An `nn.EmbeddingBag` has neither rule: it looks its entries up and adds them, where bags have equal length.
-    - An embedding's padding row takes no gradient in reverse mode, as in training, but forward mode would move it:
-      it is held constant in both.
-    - Fused weight normalisation holds the norms constant in its second derivative, without a word: it is written out.
-    - Checkpointed blocks are run as they are: what they compute again in the backward pass is computed outside of
-      whatever the forward pass ran under, at the model's own parameters.
-    - The global random state is put back, whatever a data loader or a stray dropout drew from it.
+    - Fused attention has neither, so the math kernel is selected. The fused path that `nn.MultiheadAttention` and
+      `nn.TransformerEncoder` use in eval mode is disabled.
+    - oneDNN's and cuDNN's fused recurrent kernels have neither. They are disabled only for models with a recurrent
+      layer, because convolutions need these backends for speed.
+    - Embeddings with `sparse=True` would return sparse gradients, which cannot be flattened: `sparse` is set to False.
+    - `nn.EmbeddingBag` has neither: bags of equal length are computed by a lookup and a sum.
+    - An embedding's padding row gets no gradient in reverse mode, as in training, but would get one in forward mode:
+      it is constant in both.
+    - Fused weight normalisation silently treats the norms as constant in its second derivative: it is replaced by
+      separate operations.
+    - Activation checkpointing is disabled: the backward pass would recompute a block outside of the transforms of the
+      forward pass, at the model's own parameters.
+    - The global random state is restored, even if a data loader or dropout drew from it.
     """
     if torch.is_inference_mode_enabled():
         raise UnsupportedError(
@@ -60,23 +61,23 @@ def prepared(model: nn.Module) -> Iterator[None]:
             # Not `flags(enabled=False)`, which also sets every other flag of its backend.
             stack.enter_context(_disabled(torch.backends.mkldnn))
             stack.enter_context(_disabled(torch.backends.cudnn))
-        # torch.func differentiates inside an outer no_grad; what it spares is the ordinary graph that parameters
-        # outside the selection would record.
+        # torch.func differentiates inside an outer no_grad, which saves the ordinary graph that parameters outside the
+        # selection would record.
         stack.enter_context(torch.no_grad())
         for kind in {"cpu", next(model.parameters()).device.type}:
-            # The caller's autocast is not ours: `precision` says where numbers may be rounded.
-            # Its cache of cast weights is off: nested contexts never clear it, and it grew with every product.
+            # The caller's autocast is disabled: only `precision` determines where numbers are rounded.
+            # Its cache of cast weights is disabled: nested contexts never clear it, and it grew with every product.
             stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
-        # vmap says once per operation that it falls back to a loop: true, slow, and nothing the caller can act on.
+        # vmap warns once per operation that it falls back to a slow loop, which the caller cannot change.
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="There is a performance drop")
         yield
 
 
 def lookup_outside(model: nn.Module, error: IndexError) -> InputError | None:
-    """Say which table was asked for an entry it has not, once that has failed; None if the error is another one.
+    """Return an InputError that names the embedding and the index outside of it; None for any other error.
 
-    The frames the error came through hold the table and the indices: nothing is looked at while lookups succeed.
+    The table and the indices are found in the frames of the traceback, so successful lookups need no check.
     """
     names = {id(module): name for name, module in model.named_modules()}
     owner = ""
@@ -86,10 +87,10 @@ def lookup_outside(model: nn.Module, error: IndexError) -> InputError | None:
         if frame.f_code is nn.functional.embedding.__code__:
             size = len(found["weight"])
             return InputError(
-                f"A lookup in {owner!r} of {type(model).__name__} asks for {_first_outside(found['input'], size)}, and "
-                f"the table has the entries 0 to {size - 1}. If it holds tokens, make their ids with the tokenizer of "
-                "this model; if positions, cut the inputs to the length it takes (truncation=True, max_length=... of "
-                "a tokenizer)."
+                f"A lookup in {owner!r} of {type(model).__name__} requests {_first_outside(found['input'], size)}, but "
+                f"the table has entries 0 to {size - 1}. If it contains tokens, create their ids with the tokenizer of "
+                "this model; if positions, truncate the inputs to the model's length (pass truncation=True, "
+                "max_length=... to the tokenizer)."
             )
     return None
 
@@ -99,15 +100,15 @@ def _first_outside(index: Tensor, size: int) -> str:
         bad = ((index < 0) | (index >= size)).nonzero()[0].tolist()
         return f"entry {int(index[tuple(bad)])} (at {bad} of indices of shape {tuple(index.shape)})"
     except (RuntimeError, IndexError):  # inside a transform that hides the numbers
-        return "an entry outside of it"
+        return "an entry out of range"
 
 
 @contextmanager
 def _as_found(model: nn.Module) -> Iterator[None]:
-    """Put every attribute of every module back: modes, hooks, buffers, and tensors that forward left behind.
+    """Restore every attribute of every module on exit: modes, hooks, buffers, and tensors stored by forward.
 
-    Module by module: `model.train()` would overwrite submodules that the caller froze in eval mode. A tensor kept by
-    forward (`self.attention = ...`) belongs to a transform that has ended, and would break whoever reads it next.
+    Each module is restored separately: `model.train()` would overwrite submodules that the caller froze in eval mode.
+    A tensor stored by forward (`self.attention = ...`) belongs to a transform that has ended, and is unusable later.
     """
     found = [_Attributes(vars(module)) for module in model.modules()]
     try:
@@ -118,7 +119,7 @@ def _as_found(model: nn.Module) -> Iterator[None]:
 
 
 class _Attributes:
-    """The attributes of an object, and what its dicts and lists held."""
+    """A copy of an object's attributes, including the contents of its dicts and lists."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         self.attributes, self.values = attributes, dict(attributes)
@@ -144,7 +145,7 @@ def _is_plain_bag(module: nn.Module) -> TypeGuard[nn.EmbeddingBag]:
 
 
 def _looked_up(module: nn.EmbeddingBag) -> Callable[..., Tensor]:
-    """Return what a layer computes, as a lookup and a sum; bags in one row with offsets stay as they are."""
+    """Return a forward function that computes a lookup and a sum; with offsets, it calls the original."""
     own = module.forward
 
     def forward(input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
@@ -192,11 +193,11 @@ def _no_fused_encoder() -> Iterator[None]:
 @contextmanager
 def _no_fused_weight_norm() -> Iterator[None]:
     def written(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-        others = [d for d in range(v.ndim) if d != dim]  # all of them for -1, which stands for one norm of everything
+        others = [d for d in range(v.ndim) if d != dim]  # all of them for -1, which means one norm of all elements
         squares = v.square().sum(others, keepdim=True) if others else v.square()
         return v * (g / squares.sqrt())
 
-    # The older layer binds the function by name, in a module that a function of the same name hides.
+    # The older layer imports the function by name, in a module that is hidden by a function of the same name.
     holders = [torch, sys.modules["torch.nn.utils.weight_norm"]]
     found = [holder._weight_norm for holder in holders]
     try:

@@ -1,4 +1,4 @@
-"""A task: a model, one loss per example, and which parameters count."""
+"""A task: a trained model, its per-example loss and the selected parameters."""
 
 import copy
 import warnings
@@ -23,7 +23,7 @@ Values = Mapping[str, Tensor]
 
 
 class _Caller(nn.Module):
-    """Lets `functional_call` swap the parameters under any function of the model, not only its `forward`."""
+    """A module that lets `functional_call` replace parameters in any function of the model, not only `forward`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -34,19 +34,19 @@ class _Caller(nn.Module):
 
 
 class Task:
-    """What was trained: everything the mathematics needs to know about a model.
+    """A trained model, its per-example loss and the parameters to compute influence with.
 
     Args:
-        model: The trained model. It is only ever read.
+        model: The trained model. It is not changed.
         loss: `loss(model, batch) -> Tensor (B,)`, the training loss of each example, without any regulariser.
-        params: What counts as Θ; see `eigentrace.task.parameters.select_params`.
-        l2: λ of a penalty (λ/2)·‖θ‖² the model was trained with, or `{glob: λ}`. It enters the curvature only.
-        outputs: `outputs(model, batch)`, the model's outputs. With `output_loss` it stands in for `loss` and
-            makes Gauss-Newton curvature available.
+        params: Which parameters are selected; see `eigentrace.task.parameters.select_params`.
+        l2: λ of the penalty (λ/2)·‖θ‖² used in training, or `{glob: λ}`. It is added to the curvature only.
+        outputs: `outputs(model, batch)`, the model's outputs. With `output_loss` it replaces `loss` and makes
+            Gauss-Newton curvature available.
         output_loss: `output_loss(outputs, batch) -> Tensor (B,)`, convex in the outputs.
-        measurement: `measurement(model, batch) -> Tensor (B,)`, what queries are asked about; the loss if not given.
-        labels: `labels(batch) -> Tensor (B,)`, the class each example was given, for the record of a run. The outputs
-            then are one number per class.
+        measurement: `measurement(model, batch) -> Tensor (B,)`, the scalar of a query that is explained; the loss if None.
+        labels: `labels(batch) -> Tensor (B,)`, the given class of each example, to be stored in runs. The outputs must
+            then be one number per class.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Task:
     ) -> None:
         _check_functions(model, loss, outputs, output_loss, measurement)
         if labels is not None and outputs is None:
-            raise TaskError("`labels` goes with `outputs`, one number per class: give both, or neither.")
-        # A compiled model keeps the original under this name; torch.func must see the original.
+            raise TaskError("`labels` requires `outputs` with one number per class: pass both, or neither.")
+        # A compiled model keeps the original under this name; torch.func needs the original.
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self._outputs, self._output_loss, self._measurement = outputs, output_loss, measurement
         self._labels = labels
@@ -73,7 +73,7 @@ class Task:
         self.params: dict[str, Tensor] = {name: p.detach() for name, p in selected.items()}
         self.layout = Layout.of(self.params)
         self._coverage = coverage_of(self.model, self.params)
-        self._without_rule: dict[str, str] = {}  # shared by all copies of this task: what one learns, all know
+        self._without_rule: dict[str, str] = {}  # shared by all copies of this task
         self.l2 = match_values({n: a for _, a in aliases_of(self.model) if (n := a[0]) in self.params}, l2, "l2")
         self._fixed: dict[str, Tensor] = {}
         self._double = self._bf16 = False
@@ -83,26 +83,26 @@ class Task:
 
     @property
     def coverage(self) -> Coverage:
-        """How much of the model is attributed, and which of it goes by a slower engine for want of a layer rule."""
+        """Share of the model that is selected, and which parameters need a slower engine, with the reason."""
         return replace(self._coverage, without_rule=dict(self._without_rule))
 
     def note_engines(self, without_rule: Mapping[str, str]) -> None:
-        """Remember which parameters were found to have no layer rule, and why."""
+        """Record which parameters have no layerwise rule, with the reason."""
         self._without_rule.update(without_rule)
 
     @property
     def is_bf16(self) -> bool:
-        """Tell whether the model runs under bfloat16 autocast."""
+        """Whether the model runs under bfloat16 autocast."""
         return self._bf16
 
     @property
     def has_outputs(self) -> bool:
-        """Tell whether Gauss-Newton curvature is available."""
+        """Whether Gauss-Newton curvature is available."""
         return self._outputs is not None
 
     @property
     def is_double_copy(self) -> bool:
-        """Tell whether this is `double()` of a task in a smaller type."""
+        """Whether this is the result of `double()` on a task in a smaller type."""
         return self._double
 
     @property
@@ -111,28 +111,28 @@ class Task:
         return self.layout.flatten(self.params)
 
     def session(self) -> AbstractContextManager[None]:
-        """Hold the model in eval mode under kernels with all derivatives; put everything back on leaving."""
+        """Return a context manager with the model in eval mode and differentiable kernels; see `prepared`."""
         self.check_unchanged()
         return prepared(self.model)
 
     def check_unchanged(self) -> None:
-        """Stop if the model is no longer what this task, or the fit that pinned it, was made with."""
+        """Raise MismatchError if the model has changed since this task was made or pinned."""
         if self._is_own:
             own = dict(self.model.named_parameters())
             gone = [n for n, p in self.params.items() if n not in own or own[n].data_ptr() != p.data_ptr()]
             if gone:
                 raise MismatchError(
                     f"The model was moved, or its parameters were replaced, after this task was made ({len(gone)} of "
-                    f"{len(self.params)}, first: {gone[0]!r}). Make a new task of the model as it is now."
+                    f"{len(self.params)}, first: {gone[0]!r}). Create a new task for the current model."
                 )
         if self._weight_sums is not None:
             self._weight_sums.check(self.model)
 
     def pinned(self, loss_fingerprint: LossFingerprint | None = None) -> "Task":
-        """Return this task bound to the numbers the model holds now: later sessions refuse others.
+        """Return this task pinned to the current weights: a later session raises an error if they have changed.
 
         Args:
-            loss_fingerprint: What the loss gave for examples of the fit it is pinned for.
+            loss_fingerprint: Losses of examples of the fit that pins the task.
         """
         other = copy.copy(self)
         other._weight_sums, other._loss_fingerprint = WeightSums.of(self.model), loss_fingerprint
@@ -140,35 +140,35 @@ class Task:
 
     @property
     def loss_fingerprint(self) -> LossFingerprint | None:
-        """What the loss gave for examples of the fit that pinned this task."""
+        """Losses of examples of the fit that pinned this task, if any."""
         return self._loss_fingerprint
 
     def losses(self, values: Values, batch: Any) -> Tensor:  # (B,)
-        """Evaluate the per-example loss at other values of the selected parameters."""
+        """Return the per-example losses at the given values of the selected parameters."""
         return _per_example(self._call(self._loss, values, batch), "loss")
 
     def measurements(self, values: Values, batch: Any) -> Tensor:  # (B,)
-        """Evaluate what queries are measured by."""
+        """Return the per-example measurements at the given values of the selected parameters."""
         if self._measurement is None:
             return self.losses(values, batch)
         return _per_example(self._call(self._measurement, values, batch), "measurement")
 
     def outputs(self, values: Values, batch: Any) -> Any:
-        """Evaluate the model's outputs at other values of the selected parameters."""
+        """Return the model's outputs at the given values of the selected parameters."""
         if self._outputs is None:
             raise TaskError(
-                "This task gives only `loss`, so Gauss-Newton curvature is not defined. Give `outputs` and "
+                "This task has only `loss`, so Gauss-Newton curvature is not defined. Pass `outputs` and "
                 "`output_loss` instead, or use curvature='hessian'."
             )
         return self._call(self._outputs, values, batch)
 
     def losses_and_outputs(self, values: Values, batch: Any) -> tuple[Tensor, Any]:  # (B,), outputs
-        """Evaluate the per-example loss, and return the outputs that it was taken from, detached, beside it."""
+        """Return the per-example losses, and the detached outputs from which they were computed."""
         kept: list[Any] = []
 
         def loss(model: nn.Module, batch: Any) -> Tensor:
             outputs = self._outputs(model, batch)  # type: ignore[misc]
-            # A copy: the loss may work in place.
+            # A copy, because the loss may change its input in place.
             kept.append(outputs.detach().clone() if isinstance(outputs, Tensor) else outputs)
             return self._output_loss(outputs, batch)  # type: ignore[misc]
 
@@ -176,33 +176,33 @@ class Task:
 
     @property
     def has_measurement(self) -> bool:
-        """Tell whether queries are asked about something other than the loss."""
+        """Whether the measurement of queries is other than the loss."""
         return self._measurement is not None
 
     @property
     def has_labels(self) -> bool:
-        """Tell whether examples have classes, given and predicted."""
+        """Whether examples have a given and a predicted class."""
         return self._labels is not None
 
     def labels(self, batch: Any) -> Tensor:  # (B,)
-        """Return the class that each example was given."""
+        """Return the given class of each example."""
         if self._labels is None:
-            raise TaskError("This task knows no classes: give `labels` to Task, or use eigentrace.classification.")
+            raise TaskError("This task has no classes: pass `labels` to Task, or use eigentrace.classification.")
         found = self._labels(batch)
         if not isinstance(found, Tensor) or found.ndim != 1 or found.is_floating_point() or found.is_complex():
             shape = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise TaskError(
                 f"`labels` must return the class of each example, integers of shape (B,), got {shape}. Leave `labels` "
-                "out where examples have several classes or none, and give such columns to score(columns=...)."
+                "out if examples have several classes or none, and pass such columns to score(columns=...)."
             )
         return found
 
     def output_losses(self, outputs: Any, batch: Any) -> Tensor:  # (B,)
-        """Evaluate the per-example loss of given outputs."""
+        """Return the per-example losses of the given outputs."""
         return _per_example(self._output_loss(outputs, batch), "output_loss")  # type: ignore[misc]
 
     def place(self, batch: Any) -> Any:
-        """Move a batch to where, and in the type in which, the model computes."""
+        """Move a batch to the model's device, and convert it to the task's dtype."""
         batch = to_device(batch, self.layout.device)
         return to_double(batch) if self._double else batch
 
@@ -219,8 +219,8 @@ class Task:
         unknown = sorted(state.keys() - current.keys() - names)
         if unknown:
             warnings.warn(
-                f"The checkpoint has {len(unknown)} tensors that the model has not (first: {unknown[0]!r}); they are "
-                "left out. Check that it belongs to this model and not to a larger one.",
+                f"The checkpoint has {len(unknown)} tensors that are not in the model (first: {unknown[0]!r}); they "
+                "are ignored. Check that it belongs to this model and not to a larger one.",
                 EigentraceWarning,
                 stacklevel=3,
             )
@@ -237,7 +237,7 @@ class Task:
         return other
 
     def double(self) -> "Task":
-        """Return this task in float64: copies of all tensors stand in for the model's own, which stay as they are."""
+        """Return this task in float64, with copies of all tensors; the model's own tensors are not changed."""
         if self._double or all(dtype == torch.float64 for dtype in self.layout.dtypes):
             return self
         other = copy.copy(self)
@@ -246,20 +246,20 @@ class Task:
         other._fixed = {name: doubled(value) for name, value in fixed.items()}
         other.layout = Layout.of(other.params)
         other._double = True
-        other._weight_sums, other._is_own = None, False  # it holds its own copy of every number
+        other._weight_sums, other._is_own = None, False  # it has its own copies of all tensors
         return other
 
     def detached(self) -> dict[str, Tensor]:
-        """All parameters this task computes with, the selected ones as they are, no other one to be differentiated."""
+        """Return all parameters of this task, with those that are not selected detached."""
         own = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return own | self._fixed | self.params
 
     def fingerprint(self) -> str:
-        """Hash all that this task computes with and which of it is selected."""
+        """Hash all tensors of this task, and which of them are selected."""
         return fingerprint(self.tensors(), self.params)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All parameters and buffers this task computes with, selected or not."""
+        """Return all parameters and buffers of this task, selected or not."""
         own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         return own | self._fixed | self.params
 
@@ -282,7 +282,7 @@ class Task:
         return other
 
     def in_bf16(self) -> "Task":
-        """Return this task with the model evaluated under bfloat16 autocast; derivatives follow its types."""
+        """Return this task with the model evaluated under bfloat16 autocast."""
         other = copy.copy(self)
         other._bf16 = True
         return other
@@ -291,7 +291,7 @@ class Task:
         swapped = {f"model.{name}": value for name, value in (self._fixed | dict(values)).items()}
         casting = torch.autocast(self.layout.device.type, torch.bfloat16, cache_enabled=False) if self._bf16 else None
         try:
-            # Around the model only, as in training: backward passes follow the types they find.
+            # Around the model only, as in training: backward passes use the types of the forward pass.
             with casting or nullcontext():
                 return functional_call(_Caller(self.model), swapped, (function, batch))
         except IndexError as error:
@@ -319,11 +319,11 @@ def _check_functions(model: Any, loss: Any, outputs: Any, output_loss: Any, meas
     if not isinstance(model, nn.Module):
         raise TaskError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, torch.jit.ScriptModule):
-        raise TaskError("A TorchScript model cannot be differentiated by torch.func: give the original nn.Module.")
+        raise TaskError("A TorchScript model cannot be differentiated by torch.func: pass the original nn.Module.")
     if (outputs is None) != (output_loss is None):
-        raise TaskError("`outputs` and `output_loss` go together: give both, or only `loss`.")
+        raise TaskError("`outputs` and `output_loss` must be passed together: pass both, or only `loss`.")
     if (loss is None) == (outputs is None):
-        raise TaskError("Give either `loss`, or `outputs` and `output_loss`: exactly one of the two.")
+        raise TaskError("Pass either `loss`, or `outputs` and `output_loss`: exactly one of the two.")
     functions = {"loss": loss, "outputs": outputs, "output_loss": output_loss, "measurement": measurement}
     for name, function in functions.items():
         if function is not None and not callable(function):
@@ -331,7 +331,7 @@ def _check_functions(model: Any, loss: Any, outputs: Any, output_loss: Any, meas
 
 
 def _unwrapped(state: Values, names: Set[str]) -> Values:
-    """Drop what a wrapper (torch.compile, DataParallel, a Lightning module) put before every name, if anything."""
+    """Remove the prefix that a wrapper (torch.compile, DataParallel, Lightning) added to all names, if any."""
     if names & state.keys():
         return state
     endings = {key[: -len(name)] for name in names for key in state if key.endswith(f".{name}")}

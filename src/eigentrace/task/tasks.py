@@ -1,4 +1,4 @@
-"""Ready tasks for the common cases: classification, sequence to sequence, causal language models."""
+"""Ready-made tasks for classification, sequence-to-sequence and causal language models."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -22,7 +22,7 @@ def classification(
     *,
     measurement: ModelFunction | None = None,
 ) -> Task:
-    """Make a task of a classifier trained with cross-entropy.
+    """Create a task for a classifier trained with cross-entropy.
 
     Batches are `(inputs, labels)`, where inputs may be a tensor, a tuple or a dict, or dicts with a "labels" entry.
     The model returns logits (B, classes), or a Hugging Face output that has them.
@@ -38,8 +38,8 @@ def classification(
             )
         if logits.shape[1] == 1:
             raise TaskError(
-                "classification got a single logit per example, and needs one per class. For a binary model with one "
-                "output build an eigentrace.Task with its own loss (binary_cross_entropy_with_logits)."
+                "classification expects one logit per class, got a single logit per example. For a binary model with "
+                "one output build an eigentrace.Task with its own loss (binary_cross_entropy_with_logits)."
             )
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != logits.shape[:1]:
             raise TaskError(
@@ -72,7 +72,7 @@ def seq2seq(
     reduction: Reduction = "sum",
     measurement: ModelFunction | None = None,
 ) -> Task:
-    """Make a task of a Hugging Face style encoder-decoder.
+    """Create a task for a Hugging Face style encoder-decoder.
 
     Batches are dicts with "labels" (-100 ignored). An example's loss is the sum over its valid tokens, or their mean.
     """
@@ -83,7 +83,7 @@ def seq2seq(
             shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
             if shift is None:
                 raise TaskError(
-                    f"{type(model).__name__} cannot make decoder inputs from labels: add 'decoder_input_ids' to the "
+                    f"{type(model).__name__} cannot create decoder inputs from labels: add 'decoder_input_ids' to the "
                     "batches (the labels shifted right)."
                 )
             inputs["decoder_input_ids"] = shift(labels=labels)
@@ -100,15 +100,15 @@ def causal_lm(
     reduction: Reduction = "sum",
     measurement: ModelFunction | None = None,
 ) -> Task:
-    """Make a task of a Hugging Face style decoder: position t predicts label t+1.
+    """Create a task for a Hugging Face style decoder: position t predicts label t+1.
 
-    Batches are dicts with "labels" aligned with "input_ids" (-100 ignored), as the Trainer takes them. An example's
+    Batches are dicts with "labels" aligned with "input_ids" (-100 ignored), as for the Trainer. An example's
     loss is the sum over its valid tokens, or their mean.
     """
 
     def outputs(model: nn.Module, batch: Any) -> Tensor:
         inputs = _dict_inputs(batch, "causal_lm")
-        _token_labels(batch)  # before the model meets an example without a first dimension
+        _token_labels(batch)  # checked before the model runs, for a clear error if the batch dimension is missing
         return _logits(_run(model, inputs))[:, :-1]
 
     return _token_task(model, params, l2, outputs, lambda batch: _token_labels(batch)[:, 1:], reduction, measurement)
@@ -130,7 +130,7 @@ def _token_task(
         labels = targets(batch)
         if logits.ndim != 3 or logits.shape[:2] != labels.shape:
             raise TaskError(
-                f"Logits {tuple(logits.shape)} and labels {tuple(labels.shape)} do not line up: expected (B, T, "
+                f"Logits {tuple(logits.shape)} and labels {tuple(labels.shape)} do not match: expected (B, T, "
                 "vocabulary) and (B, T). Pad labels to the length of the inputs with -100."
             )
         valid = labels != _IGNORED
@@ -165,20 +165,20 @@ def _token_labels(batch: Any) -> Tensor:  # (B, T)
     _check_tokens(labels, "labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim != 2:
         single = isinstance(labels, Tensor) and labels.ndim == 1
-        hint = " A single example needs a first dimension (1, T); give a list of such as eigentrace.Data(examples)."
+        hint = " A single example needs a first dimension (1, T); pass a list of them as eigentrace.Data(examples)."
         raise TaskError(
-            f"Labels of tokens must be integers of shape (B, T), got {_described(labels)}.{hint if single else ''}"
+            f"Token labels must be integers of shape (B, T), got {_described(labels)}.{hint if single else ''}"
         )
     return labels
 
 
 def _check_tokens(tokens: Any, name: str) -> None:
-    """Refuse lists, and a batch of nothing but empty texts: models meet both with errors of their own."""
+    """Raise TaskError for lists and for batches of only empty texts: a model's own errors are less clear."""
     if isinstance(tokens, list | tuple):
         raise TaskError(
             f"The {name!r} of a batch must be integers of shape (B, T), got a {type(tokens).__name__} of "
-            f"{len(tokens)}: examples made of Python lists are stacked number by number. Make them tensors "
-            "(dataset.set_format('torch') of a Hugging Face dataset), or give eigentrace.Data(dataset, collate=...) a "
+            f"{len(tokens)}: examples that are Python lists are stacked number by number. Convert them to tensors "
+            "(dataset.set_format('torch') of a Hugging Face dataset), or pass eigentrace.Data(dataset, collate=...) a "
             "collator of transformers, such as DataCollatorWithPadding."
         )
     if isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.shape[1]:
@@ -189,11 +189,11 @@ def _check_tokens(tokens: Any, name: str) -> None:
 
 
 def _note_length(error: RuntimeError, ids: Any, positions: Any) -> None:
-    """Add to an error what is most likely behind it; its kind stays, by which missing derivatives are told."""
+    """Add a note about too long texts to an error; its type stays, by which missing derivatives are detected."""
     if isinstance(ids, Tensor) and ids.ndim == 2 and isinstance(positions, int) and ids.shape[1] > positions > 0:
         error.add_note(
-            f"The texts of this batch have {ids.shape[1]} tokens, and the model has {positions} positions. Cut them: "
-            f"truncation=True, max_length={positions} of a tokenizer."
+            f"The texts of this batch have {ids.shape[1]} tokens, but the model has {positions} positions. Truncate "
+            f"them: pass truncation=True, max_length={positions} to the tokenizer."
         )
 
 
@@ -203,7 +203,7 @@ def _described(labels: Any) -> str:
 
 def _run(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
-        # Caches of keys and values are state that derivatives must not meet.
+        # Caches of keys and values are state, which must not be differentiated.
         config = getattr(model, "config", None)
         extra = {"use_cache": False} if getattr(config, "use_cache", None) else {}
         ids = inputs.get("input_ids")
@@ -231,12 +231,12 @@ def _logits(outputs: Any) -> Tensor:
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:  # (*b, classes), (*b) -> (*b)
-    """Take one loss per label, NaN for labels that are no class.
+    """Return one loss per label; NaN for labels that are not classes.
 
-    NaN is caught later with its row named; the kernel's own check ends a GPU process without saying where.
+    NaN is reported later with its row; the kernel's own check aborts a GPU process without naming the row.
     """
     known = (labels >= 0) & (labels < logits.shape[-1])
     logits = logits if logits.dtype == torch.float64 else logits.float()
     losses = F.cross_entropy(logits.flatten(0, -2), labels.where(known, 0).flatten().long(), reduction="none")
-    # Times NaN, not replaced by it: the derivatives must be NaN too, so that no product passes such a row over.
+    # Multiplied by NaN, not replaced by it: the derivatives must be NaN too, so that no product ignores such a row.
     return losses.view(labels.shape) * torch.where(known, 1.0, torch.nan).to(losses.dtype)
