@@ -44,7 +44,7 @@ class Task:
         outputs: `outputs(model, batch)`, the model's outputs. With `output_loss` it replaces `loss` and makes
             Gauss-Newton curvature available.
         output_loss: `output_loss(outputs, batch) -> Tensor (B,)`, convex in the outputs.
-        measurement: `measurement(model, batch) -> Tensor (B,)`, the scalar of a query that is explained; the loss if None.
+        measurement: `measurement(model, batch) -> Tensor (B,)`, a query's scalar that is explained; the loss if None.
         labels: `labels(batch) -> Tensor (B,)`, the given class of each example, to be stored in runs. The outputs must
             then be one number per class.
     """
