@@ -1,1 +1,1 @@
-"""Products of the Hessian or the Gauss-Newton matrix with a vector."""
+"""Products of the Hessian or the Gauss-Newton matrix with vectors."""

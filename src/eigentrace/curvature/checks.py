@@ -1,4 +1,4 @@
-"""Check a curvature product before an iteration: repeatable, symmetric, equal to a finite difference."""
+"""Checks of curvature products before an iteration: repeatable, symmetric, equal to finite differences."""
 
 import warnings
 from dataclasses import replace
@@ -28,7 +28,7 @@ _FINITE_DIFFERENCE_STEPS = (1e-2, 1e-3, 1e-4)
 
 
 def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvature:
-    """Settle how H is differentiated and check it: twice the same, and equal to a finite difference of gradients."""
+    """Choose how to differentiate H, and check that products are repeatable and match finite differences."""
     _check_sample(curvature)
     batches = curvature.batches()
     batch = next(batches)
@@ -47,11 +47,11 @@ def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvatu
     tol = SAME_TOL["bf16" if curvature.precision == "bf16" else precision_of(curvature.task)]
     if gap > tol:
         raise DeterminismError(
-            f"Multiplying the curvature with the same vector twice differs by {gap:.2g} of its size (allowed {tol:g}). "
+            f"Two products of the curvature with the same vector differ by {gap:.2g} (relative; allowed {tol:g}). "
             "Something draws random numbers: dropout called as a function with training=True, noise in the loss, or "
-            "data that comes out differently when it is read again."
+            "data that differs when it is read again."
         )
-    # A direction the curvature is large in: along a random one a difference of gradients drowns in rounding.
+    # A vector of large curvature: along a random one, rounding would dominate a difference of gradients.
     u = _off_padding(curvature.task, first / first.norm() if first.any() else v)
     _warn_unless_symmetric(float(v @ curvature.matvec(u)), float(u @ first), tol)
     if curvature.kind == "hessian":
@@ -60,7 +60,7 @@ def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvatu
 
 
 def _check_sample(curvature: Curvature) -> None:
-    """Look at every loss that H is taken on: one bad row among thousands would only show as a product that is NaN."""
+    """Check every loss of the curvature sample: one bad row would otherwise only make the product NaN."""
     task, start = curvature.task, 0
     rows = np.arange(len(curvature.data)) if curvature.rows is None else curvature.rows
     for batch in track(curvature.batches(), "Checking losses"):
@@ -72,7 +72,7 @@ def _check_sample(curvature: Curvature) -> None:
 
 
 def _off_padding(task: Task, v: Tensor) -> Tensor:  # (P,) -> (P,)
-    """Clear a direction on the padding rows of embeddings: derivatives hold them constant, a difference moves them."""
+    """Set a vector to 0 at the padding rows of embeddings, which are constant in derivatives."""
     parts = {name: part.clone() for name, part in task.layout.unflatten(v).items()}
     padded = [m for m in task.model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None]
     rows = {id(module.weight): module.padding_idx for module in padded}
@@ -83,20 +83,20 @@ def _off_padding(task: Task, v: Tensor) -> Tensor:  # (P,) -> (P,)
 
 
 def _warn_unless_symmetric(one: float, other: float, tol: float) -> None:
-    """Compare ⟨v, Hu⟩ with ⟨u, Hv⟩: they differ where forward and reverse derivative rules do."""
+    """Warn unless ⟨v, Hu⟩ equals ⟨u, Hv⟩; they differ if forward and reverse derivative rules disagree."""
     size = max(abs(one), abs(other))
     # Rounding in ⟨v, Hu⟩ is relative to ‖Hu‖, which for a random v is larger by up to the square root of P.
     if abs(one - other) > max(50 * tol, 0.05) * size:
         warnings.warn(
             f"The curvature is not symmetric (⟨v, Hu⟩ = {one:.4g}, ⟨u, Hv⟩ = {other:.4g}): some operation of the model "
-            "has derivative rules that disagree. Scores may depend on the engine; replace custom or exotic operations.",
+            "has inconsistent derivative rules. Scores may depend on the engine; replace custom or unusual operations.",
             PrecisionWarning,
             stacklevel=4,
         )
 
 
 def _warn_unless_difference(task: Task, v: Tensor, exact: Tensor, batch: Any) -> None:
-    """Compare Hv with (g(θ+εv) − g(θ−εv)) / 2ε along a direction of large curvature, at the best of a few ε."""
+    """Warn unless Hv is close to (g(θ+εv) − g(θ−εv)) / 2ε for the best of a few ε."""
     layout, center = task.layout, task.vector
     gaps = []
     for step in _FINITE_DIFFERENCE_STEPS:
@@ -107,9 +107,9 @@ def _warn_unless_difference(task: Task, v: Tensor, exact: Tensor, batch: Any) ->
         gaps.append(float((difference - exact).norm()) / size if size else 0.0)
     if min(gaps) > _FINITE_DIFFERENCE_TOL:
         warnings.warn(
-            f"The Hessian product differs by {min(gaps):.0%} from a finite difference of gradients. Models with kinks "
-            "(ReLU, max pooling) or in low precision do this; with smooth activations in float32 it points to a wrong "
-            "derivative rule, and curvature='gauss-newton' is the safer choice.",
+            f"The Hessian product differs by {min(gaps):.0%} from a finite difference of gradients. This is expected "
+            "for models with kinks (ReLU, max pooling) or in low precision. With smooth activations in float32 it "
+            "indicates a wrong derivative rule; curvature='gauss-newton' is safer.",
             PrecisionWarning,
             stacklevel=4,
         )

@@ -1,4 +1,4 @@
-"""Compiled products: one batch's product traced as a flat graph, cut where it repeats, each piece compiled once."""
+"""Compiled curvature products: the traced graph is split into repeated pieces, each compiled once."""
 
 import warnings
 from collections import Counter
@@ -21,21 +21,21 @@ from eigentrace.task.task import Task, Values
 Function = Callable[..., Sequence[Tensor]]
 Compiler = Callable[[fx.GraphModule], Function]
 
-# Operations that are worth a piece of their own when they repeat: compiling fewer than this is quick anyway.
+# Minimum number of operations in a repeated piece: compiling fewer is quick anyway.
 _SHORTEST = 24
-# Distances between like operations that are tried as the length of a repeated piece.
+# How many distances between equal operations are tried as the length of a repeated piece.
 _CANDIDATES = 40
-# What compiling takes and spares, on one H200 with ViT-L/32 and 128 images in bf16: a whole Hessian product of 24
+# Cost and savings of compiling, on one H200 with ViT-L/32 and 128 images in bf16: a whole Hessian product of 24
 # layers (294 tensors) took 166 s to compile, of six (78) 49 s; 24 layers went from 240-330 ms to 87, Gauss-Newton of
 # six layers from 43 ms to 17. Pieces that repeat are compiled once, so that deep models take less than this.
 _COMPILE_SECONDS, _COMPILE_SECONDS_PER_TENSOR = 7.0, 0.54
 _SPARED = 0.5
-# Between eager and compiled results: fused kernels round elsewhere, and in bfloat16 less often.
+# Tolerance between eager and compiled results: fused kernels round at other places, and in bfloat16 less often.
 _TOL = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.2}
 
 
 def pays(eager_seconds: float, products: int, num_tensors: int) -> bool:
-    """Tell whether compiling is expected to take less time than it spares: half of every product ahead.
+    """Return whether compiling is expected to take less time than it saves, half of every later product.
 
     >>> pays(0.25, products=200, num_tensors=294), pays(0.25, products=2000, num_tensors=294)
     (False, True)
@@ -44,15 +44,15 @@ def pays(eager_seconds: float, products: int, num_tensors: int) -> bool:
 
 
 def inductor(module: fx.GraphModule) -> Function:
-    """Compile with torch's own compiler, which keeps a cache on disk. It starts when the result is first called."""
+    """Compile with `torch.compile`, which caches on disk; compilation starts at the first call."""
     return torch.compile(module, dynamic=False)
 
 
 class CompiledProduct:
-    """A product that runs compiled on batches of one signature, and as it is on others, such as an uneven last one.
+    """A product that is compiled for batches of one signature, and eager for others, such as a smaller last one.
 
-    It is compiled at the first such batch, compared with the eager product there, and dropped with a warning where the
-    compiler fails or the two differ.
+    It is compiled at the first such batch and compared with the eager product. If the compiler fails or the results
+    differ, a warning is issued and the product stays eager.
     """
 
     def __init__(self, product: Product, made_for: tuple | None, dtype: torch.dtype) -> None:
@@ -63,7 +63,7 @@ class CompiledProduct:
         self._given_up = False
 
     def __call__(self, task: Task, values: Values, tangents: Values, batch: Any) -> Mapping[str, Tensor]:
-        """Multiply, compiled where that is possible."""
+        """Return the product, computed by the compiled program if possible."""
         here = signature(batch)
         self.made_for = self.made_for or here
         if self._given_up or here != self.made_for or not here:
@@ -74,10 +74,10 @@ class CompiledProduct:
         expected = self._product(task, values, tangents, batch)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # compilers tell of much that nobody here can act on
+                warnings.simplefilter("ignore")  # compiler warnings that the user cannot act on
                 program = Program(self._trace(task, list(values), batch, arguments), inductor)
                 gap = _gap(dict(zip(values, program(*arguments), strict=True)), expected)
-        except Exception as error:  # a compiler can fail in any way, and nothing hangs on it
+        except Exception as error:  # a compiler can fail in any way, and is optional
             self._give_up(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
             return expected
         if gap > self._tol:
@@ -87,7 +87,7 @@ class CompiledProduct:
         return expected
 
     def _trace(self, task: Task, names: list[str], batch: Any, arguments: list[Tensor]) -> fx.GraphModule:
-        """Record the tensor operations of the product, derivatives and casts included."""
+        """Trace the tensor operations of the product, including derivatives and casts."""
 
         def flat(*given: Tensor) -> list[Tensor]:
             size, rest = len(names), iter(given[2 * len(names) :])
@@ -95,20 +95,20 @@ class CompiledProduct:
             found = self._product(task, values, tangents, map_tensors(lambda _: next(rest), batch))
             return [found[name] for name in names]
 
-        # On tensors without numbers: it takes no memory, and models that look at numbers to save work must not.
+        # With fake tensors, tracing takes no memory, and models cannot branch on values.
         return make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments)
 
     def _give_up(self, reason: str) -> None:
         self._given_up = True
         warnings.warn(
-            f"Compiling the curvature product failed ({reason}). Going on without; compile=False skips the attempt.",
+            f"Compiling the curvature product failed ({reason}). Continuing without it; pass compile=False to skip it.",
             EigentraceWarning,
             stacklevel=2,
         )
 
 
 def signature(batch: Any) -> tuple:
-    """Describe what a program holds for: structure, shapes and types of a batch. Empty if it cannot be told."""
+    """Return the structure, shapes and types of a batch; an empty tuple if it contains other objects."""
     if isinstance(batch, Tensor):
         return (tuple(batch.shape), tuple(batch.stride()), str(batch.dtype))
     if batch is None or isinstance(batch, str | int | float):
@@ -118,7 +118,7 @@ def signature(batch: Any) -> tuple:
     elif isinstance(batch, list | tuple):
         items = [*enumerate(batch)]
     else:
-        return ()  # an object whose content would be taken for constant
+        return ()  # an object whose content would be traced as a constant
     parts = tuple((key, signature(value)) for key, value in items)
     return (type(batch).__name__, *parts) if all(part for _, part in parts) else ()
 
@@ -131,17 +131,17 @@ def _gap(found: Values, expected: Values) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a program."""
+    """One function call of a program, with its inputs and outputs."""
 
     function: Function
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     last_uses: tuple[fx.Node, ...]
-    """Values no later step needs."""
+    """Values that no later step needs."""
 
 
 class Program:
-    """A traced function, run piece by piece: equal pieces (the layers of a deep model) share one compiled function."""
+    """A traced function, divided into pieces; equal pieces (layers of a model) share one compiled function."""
 
     def __init__(self, graph: fx.GraphModule, compiler: Compiler) -> None:
         _drop_aliases(graph.graph)
@@ -159,7 +159,7 @@ class Program:
         self._steps = list(self._schedule())
 
     def __call__(self, *arguments: Tensor) -> list[Tensor]:
-        """Run every step, letting go of values after their last use."""
+        """Run all steps, freeing values after their last use."""
         values: dict[fx.Node, Tensor] = self._constants | dict(zip(self._arguments, arguments, strict=True))
         for step in self._steps:
             found = step.function(*(values[node] for node in step.inputs))
@@ -181,7 +181,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some consecutive operations. Pieces of equal form compute the same function of their inputs."""
+    """Consecutive operations; pieces of equal form compute the same function of their inputs."""
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
@@ -189,7 +189,7 @@ class Piece:
 
 
 def _drop_aliases(graph: fx.Graph) -> None:
-    """Take out what autograd keeps books with: other names of the same numbers."""
+    """Remove operations that only alias a tensor: detach, alias, and views of the same shape."""
     aten = torch.ops.aten
     for node in list(graph.nodes):
         same = node.target is aten.view.default and _described(node) == _described(node.args[0]) != ""
@@ -219,7 +219,7 @@ def _piece(nodes: list[fx.Node], place: dict[fx.Node, int], start: int, stop: in
 
 
 def _outputs(piece: Piece, pieces: list[Piece]) -> list[int]:
-    """Return which values of a piece are used outside it, or outside any piece of its form."""
+    """Return the indices of values that are used outside of this piece, or of any piece of equal form."""
     like = [other for other in pieces if other.form == piece.form]
     used = set()
     for other in like:
@@ -244,14 +244,14 @@ def _described(node: fx.Node) -> str:
 
 
 def _kinds(nodes: list[fx.Node]) -> np.ndarray:
-    """Number the operations so that those with the same kernel, options and result get the same number."""
+    """Number the operations: equal numbers for the same kernel, options and result type."""
     keys = [f"{n.target} {map_arg((n.args, n.kwargs), lambda _: '·')} {_described(n)}" for n in nodes]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     return np.array([numbers[key] for key in keys])
 
 
 def _bounds(kinds: np.ndarray, start: int, stop: int) -> Iterator[int]:
-    """Yield where to cut: around every repetition of the longest repeated piece, then left and right of them."""
+    """Yield bounds of pieces: of each repetition of the longest repeated piece, then of the rest."""
     found = _longest_repeat(kinds[start:stop])
     if found is None:
         return
@@ -263,7 +263,7 @@ def _bounds(kinds: np.ndarray, start: int, stop: int) -> Iterator[int]:
 
 
 def _longest_repeat(kinds: np.ndarray) -> tuple[int, int, int] | None:
-    """Find the stretch of one piece after another, all alike, that spares most: its start, length and count."""
+    """Return start, length and count of the consecutive equal pieces that save most compiling."""
     best: tuple[int, int, int] | None = None
     for length in _distances(kinds):
         alike = kinds[:-length] == kinds[length:]

@@ -21,43 +21,43 @@ from eigentrace.task.task import Task, Values
 
 Kind = Literal["auto", "hessian", "gauss-newton"]
 
-# A sample up to this size is collated once and held; a larger one is read again for every product.
+# A sample up to this size is collated once and kept in memory; a larger one is read again for every product.
 HELD_EXAMPLES = 20_000
-# Of the device's free memory, what held examples may take; others are copied there again for every product.
+# Share of the device's free memory for these examples; others are copied to it again for every product.
 _HELD_SHARE = 0.1
 # Vectors that go through one batch together in `matmat`.
 _VECTORS_AT_ONCE = 32
 
 
 def resolve_kind(kind: Kind, task: Task) -> Literal["hessian", "gauss-newton"]:
-    """Turn "auto" into Gauss-Newton where the task knows its outputs, else the Hessian."""
+    """Resolve "auto" to Gauss-Newton if the task has outputs, else to the Hessian."""
     if kind == "auto":
         return "gauss-newton" if task.has_outputs else "hessian"
     if kind not in ("hessian", "gauss-newton"):
         raise InputError(f"curvature must be 'auto', 'hessian' or 'gauss-newton', got {kind!r}.")
     if kind == "gauss-newton" and not task.has_outputs:
         raise InputError(
-            "curvature='gauss-newton' needs a task that knows its outputs: give `outputs` and `output_loss` to Task, "
-            "or use curvature='hessian'."
+            "curvature='gauss-newton' needs a task with outputs: pass `outputs` and `output_loss` to Task, or use "
+            "curvature='hessian'."
         )
     return kind
 
 
 @dataclass(frozen=True)
 class Curvature:
-    """H = (1/n) Σ ∇²L(x) + ℓ2 over n examples, as something that multiplies vectors."""
+    """The operator H = (1/n) Σ ∇²L(x) + ℓ2 over n examples, for products with vectors."""
 
     task: Task
     data: Data
     rows: np.ndarray | None
-    """The examples H is taken on; all of the data if None."""
+    """Rows of the curvature sample; all of the data if None."""
     kind: Literal["hessian", "gauss-newton"] = "hessian"
     precision: Precision = "fp32"
     form: Differentiation = Differentiation.DUAL
     hold: bool = True
-    """Collate the examples once and hold them, if they are not too many."""
+    """Collate the examples once and keep them in memory, up to `HELD_EXAMPLES` of them."""
     compile: bool = False
-    """Compile the product of the most common kind of micro-batch; others, such as an uneven last one, run as ever."""
+    """Compile the product for the most common form of micro-batch; others, such as a smaller last one, run eagerly."""
     _held: list[Any] = field(default_factory=list, repr=False, compare=False)
     _programs: dict[Any, CompiledProduct] = field(default_factory=dict, repr=False, compare=False)
 
@@ -67,7 +67,7 @@ class Curvature:
 
     @property
     def num_examples(self) -> int:
-        """n, the examples H is averaged over."""
+        """n, the number of examples that H is averaged over."""
         return len(self.data) if self.rows is None else len(self.rows)
 
     def batches(self) -> Iterator[Any]:
@@ -80,7 +80,7 @@ class Curvature:
         yield from (self.task.place(values) for values in self._held)
 
     def _near(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Place batches on a GPU for good while they are small beside its free memory: copying them takes long."""
+        """Keep batches on the GPU up to a share of its free memory, because copying them is slow."""
         device = self.task.layout.device
         room = _HELD_SHARE * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0.0
         for values in batches:
@@ -88,15 +88,15 @@ class Curvature:
             yield self.task.place(values) if room >= 0 else values
 
     def matvec(self, v: Tensor) -> Tensor:  # (P,) -> (P,)
-        """Multiply H with a vector: the sum over examples, then one division, so uneven batches weigh right."""
+        """Return H·v; products are summed over examples and divided once, so batch sizes may differ."""
         return self._accumulate(v, self._one)
 
     def matmat(self, V: Tensor) -> Tensor:  # (Q, P) -> (Q, P)
-        """Multiply H with several vectors, many at a time through each batch where the model can be vmapped."""
+        """Return H·v for every row v of V, many at a time if the model supports vmap."""
         return torch.cat([self._accumulate(chunk, self._many) for chunk in V.split(_VECTORS_AT_ONCE)])
 
     def product_on(self, v: Tensor, batch: Any) -> Tensor:  # (P,) -> (P,)
-        """Multiply the *summed* curvature of one placed batch, without the regulariser."""
+        """Return the product of v with the *summed* curvature of one placed batch, without the regulariser."""
         return self.task.layout.flatten(self._one(self._tangents(v), batch))
 
     def _accumulate(self, v: Tensor, product: Callable[[Values, Any], Values]) -> Tensor:
@@ -104,7 +104,7 @@ class Curvature:
         total = torch.zeros_like(v)
         parts = dict(zip(layout.names, total.split(layout.sizes, dim=-1), strict=True))
         for batch in self.batches():
-            # Parameter by parameter into the sum: laying each product out flat first would copy P numbers.
+            # Added parameter by parameter: flattening each product first would copy P numbers.
             found = product(tangents, batch)
             for name, part in parts.items():
                 part.add_(found[name].reshape(part.shape))
@@ -118,7 +118,7 @@ class Curvature:
         parts = self.task.layout.unflatten(v)
         if self.form is not Differentiation.DUAL:
             return parts
-        # Dual numbers copy a tangent that is a piece of a larger tensor, every time: once is enough.
+        # Dual numbers would copy a tangent that is a view of a larger tensor every time: copy it once.
         return {name: part.clone() for name, part in parts.items()}
 
     def _product(self, tangents: Values, batch: Any) -> Values:
@@ -149,22 +149,22 @@ class Curvature:
 
 
 def working_form(curvature: Curvature, batch: Any) -> Differentiation:
-    """Find the form the model supports by trying each on one batch."""
+    """Return the first form of differentiation that the model supports, tested on one batch."""
     probe = torch.ones_like(curvature.task.vector)
     return first_supported(
         Differentiation,
         lambda form: replace(curvature, form=form, compile=False).product_on(probe, batch),
         lambda form: form.value,
         f"{type(curvature.task.model).__name__} cannot be differentiated twice. {{}} | Replace operations without "
-        "derivatives, or leave out the parameters that meet them (params=...); for Hugging Face models load with "
+        "derivatives, or leave out the parameters that they depend on (params=...); load Hugging Face models with "
         "attn_implementation='eager'.",
     )
 
 
 def compiling_pays(curvature: Curvature, steps: int) -> bool:
-    """Tell whether `steps` products are enough work to compile for; never on a CPU, where it spares little.
+    """Return whether compiling pays for `steps` products; never on a CPU, where it saves little.
 
-    The eager product is timed on one batch, so call this where it has run before.
+    The eager product is timed on one batch, so call this after it has run once.
     """
     device = curvature.task.layout.device
     if device.type != "cuda":

@@ -25,18 +25,18 @@ _NORMS = (
 
 
 class Differentiation(Enum):
-    """How a product is differentiated, best first. Each differentiates twice; what differs is which models allow it."""
+    """Ways to compute a product by differentiating twice, best first; models may not support all."""
 
     DUAL = "dual numbers through backward"
-    """One forward pass carries v along and records the graph for the way back. Autocast's casts are part of both."""
+    """One forward pass with tangent v records the graph for the backward pass. Both include autocast's casts."""
     FORWARD = "forward over reverse"
-    """`torch.func`: slower, but it takes nested outputs, and many vectors at once under vmap."""
+    """`torch.func`: slower, but it supports nested outputs and, under vmap, many vectors at once."""
     REVERSE = "reverse over reverse"
-    """Backwards twice, for models with operations that have no forward mode."""
+    """Two backward passes, for models with operations without forward mode."""
 
 
 def hessian_dual(task: Task, values: Values, tangents: Values, batch: Any) -> dict[str, Tensor]:
-    """Multiply the summed Hessian of a batch: the gradient of dual numbers has H·v as its tangent."""
+    """Return H·v for the summed Hessian H of a batch: the tangent of the gradient of dual numbers."""
     with torch.enable_grad(), dual_level():
         leaves = leaves_of(values)
         total = task.losses(_duals(leaves, tangents), batch).sum()
@@ -44,7 +44,7 @@ def hessian_dual(task: Task, values: Values, tangents: Values, batch: Any) -> di
 
 
 def hessian_forward(task: Task, values: Values, tangents: Values, batch: Any) -> dict[str, Tensor]:
-    """Multiply the summed Hessian of a batch: forward mode over reverse mode.
+    """Return H·v for the summed Hessian H of a batch, by forward mode over reverse mode.
 
     `jvp(grad(f))`, never `jvp(jacrev(f))`: the latter is silently wrong for LayerNorm weights.
     """
@@ -56,7 +56,7 @@ def hessian_forward(task: Task, values: Values, tangents: Values, batch: Any) ->
 
 
 def hessian_reverse(task: Task, values: Values, tangents: Values, batch: Any) -> dict[str, Tensor]:
-    """Multiply the summed Hessian of a batch by differentiating backwards twice, for models without forward mode."""
+    """Return H·v for the summed Hessian H of a batch, by two backward passes."""
     with torch.enable_grad():
         leaves = leaves_of(values)
         total = task.losses(leaves, batch).sum()
@@ -65,17 +65,17 @@ def hessian_reverse(task: Task, values: Values, tangents: Values, batch: Any) ->
 
 
 def gauss_newton_dual(task: Task, values: Values, tangents: Values, batch: Any) -> dict[str, Tensor]:
-    """Multiply the summed Gauss-Newton matrix JᵀSJ of a batch, S the Hessian of the loss in the outputs.
+    """Return JᵀSJ·v for a batch, the summed Gauss-Newton matrix; S is the Hessian of the loss in the outputs.
 
-    The pass that carries J·v along is the one whose graph takes S·J·v back: leaving the dual level drops the tangents
-    and keeps the graph.
+    The forward pass that computes J·v also records the graph for the backward pass of S·J·v: leaving the dual level
+    drops the tangents and keeps the graph.
     """
     with torch.enable_grad():
         leaves = leaves_of(values)
         with dual_level():
             found = _tensor(task.outputs(_duals(leaves, tangents), batch))
             outputs, pushed = unpack_dual(found).primal, _tangent(found)
-        # Backwards twice through the loss: forward mode through cross-entropy would load a compiler first, for seconds.
+        # Two backward passes through the loss: forward mode of cross-entropy would first load a compiler, for seconds.
         ends = {"outputs": outputs.detach().requires_grad_()}
         first = backward(task.output_losses(ends["outputs"], batch).sum(), ends, create_graph=True)
         back = backward(_dot(first, {"outputs": pushed}), ends)["outputs"]
@@ -83,7 +83,7 @@ def gauss_newton_dual(task: Task, values: Values, tangents: Values, batch: Any) 
 
 
 def gauss_newton_forward(task: Task, values: Values, tangents: Values, batch: Any) -> dict[str, Tensor]:
-    """Multiply the summed Gauss-Newton matrix of a batch, whose outputs may be nested."""
+    """Return JᵀSJ·v for a batch, the summed Gauss-Newton matrix; the outputs may be nested."""
 
     def outputs_at(p: Values) -> Any:
         return task.outputs(p, batch)
@@ -94,9 +94,9 @@ def gauss_newton_forward(task: Task, values: Values, tangents: Values, batch: An
 
 
 def gauss_newton_reverse(task: Task, values: Values, tangents: Values, batch: Any) -> dict[str, Tensor]:
-    """Multiply the summed Gauss-Newton matrix of a batch without forward mode through the model.
+    """Return JᵀSJ·v for a batch, the summed Gauss-Newton matrix, without forward mode through the model.
 
-    J·v is the derivative, in u, of ⟨Jᵀu, v⟩.
+    J·v is the derivative of ⟨Jᵀu, v⟩ with respect to u.
     """
     with torch.enable_grad():
         leaves = leaves_of(values)
@@ -120,7 +120,7 @@ PRODUCTS: dict[tuple[str, Differentiation], Product] = {
 
 
 def product_of(kind: str, form: Differentiation, precision: Precision) -> Product:
-    """Return what multiplies a batch's curvature, in the precision asked for."""
+    """Return the function that multiplies a batch's curvature with a vector, in the given precision."""
     product = PRODUCTS[kind, form]
     if precision == "fp32":
         return product
@@ -137,10 +137,10 @@ def product_of(kind: str, form: Differentiation, precision: Precision) -> Produc
 
 @contextmanager
 def _norms_in_float(model: nn.Module) -> Iterator[None]:
-    """Let normalisations compute in float32 and give back the type they got.
+    """Run normalisation layers in float32, and convert their outputs back to bfloat16.
 
-    Fed bfloat16, with parameters in float32, their forward-mode rules return float32 tangents of bfloat16 results,
-    which the next product refuses.
+    For bfloat16 inputs and float32 parameters, their forward-mode rules return float32 tangents of bfloat16 results,
+    for which the next product raises an error.
     """
     widened: list[nn.Module] = []
 
@@ -169,7 +169,7 @@ def _norms_in_float(model: nn.Module) -> Iterator[None]:
 def _duals(leaves: Values, tangents: Values) -> dict[str, Tensor]:
     duals = {}
     for name, leaf in leaves.items():
-        # A tangent is given storage as large as its leaf's: for a piece of a large buffer that would be all of it.
+        # A tangent gets storage as large as its leaf's: for a view of a large buffer, that is the size of the buffer.
         whole = leaf.untyped_storage().nbytes() == leaf.nbytes
         duals[name] = make_dual(leaf if whole else leaf.clone(), tangents[name])
     return duals
@@ -182,7 +182,7 @@ def _tangent(dual: Tensor) -> Tensor:
 
 def _tensor(outputs: Any) -> Tensor:
     if not isinstance(outputs, Tensor):
-        raise UnsupportedError(f"outputs of type {type(outputs).__name__} need forward mode: return one tensor.")
+        raise UnsupportedError(f"outputs of type {type(outputs).__name__} need forward mode. Return one tensor.")
     return outputs
 
 
