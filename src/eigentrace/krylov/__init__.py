@@ -1,1 +1,1 @@
-"""Arnoldi and Lanczos iterations, and the eigenpairs that they end with."""
+"""Arnoldi and Lanczos iterations, and the eigenpairs computed from them."""

@@ -16,22 +16,22 @@ Matvec = Callable[[Tensor], Tensor]
 
 
 class Ending(Enum):
-    """How an iteration ended. Each value says what it means and what, if anything, to do about it."""
+    """How an iteration ended; the value of a member is its description."""
 
     ALL_STEPS = "ran all its steps"
     WHOLE_SPACE = "the basis spans all P dimensions: the decomposition is complete"
-    INVARIANT = "the rest of the space has no curvature: every nonzero eigenvalue was found, more steps add nothing"
+    INVARIANT = "the rest of the space has no curvature: all nonzero eigenvalues were found, and more steps add nothing"
 
 
 @dataclass(frozen=True)
 class Krylov:
-    """A finished iteration: A·Wᵀ = Wᵀ·T + β·w·eᵀ, W the m × P basis, w one unit vector orthogonal to it."""
+    """A finished iteration: A·Wᵀ = Wᵀ·T + β·w·eᵀ, with the m × P basis W and a unit vector w orthogonal to it."""
 
     vectors: Vectors
     size: int  # m
-    projected: Tensor  # T (m, m), float64, as measured: symmetric up to rounding if A is
+    projected: Tensor  # T (m, m), float64, as computed: symmetric up to rounding if A is
     beta: float
-    rounding: Tensor  # (m,) norm of what storing the next vector lost, times its coefficient
+    rounding: Tensor  # (m,) norm of the rounding error of storing the next vector, times its coefficient
     ending: Ending
     symmetric: bool
     num_products: int
@@ -39,58 +39,58 @@ class Krylov:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What an iteration knows beside its vectors: with them, all that it needs to go on."""
+    """The state of an iteration besides its vectors; both together are sufficient to resume it."""
 
     projected: Tensor  # (size + 1, size + 1) float64
     rounding: Tensor  # (size + 1,) float64
-    generator: Tensor  # state of the numbers that fresh vectors are drawn from
-    size: int  # vectors that have been multiplied
-    count: int  # vectors there are: one more than `size`, unless nothing is left to multiply
+    generator: Tensor  # state of the generator of random vectors
+    size: int  # number of vectors that have been multiplied
+    count: int  # number of vectors: one more than `size`, unless nothing is left to multiply
     restarts: int
     num_products: int
     beta: float
     scale: float
     fresh: bool
     symmetric: bool
-    ending: Ending | None  # None while it is under way
+    ending: Ending | None  # None while it is running
 
 
 class Memory(Protocol):
-    """Where an iteration leaves its state, so that another process can go on from there."""
+    """Storage for the state of an iteration, from which another process can resume it."""
 
     def recall(self, store: Tensor) -> Snapshot | None:  # (capacity, P)
-        """Read the saved vectors into the first places of `store`; None if there are none."""
+        """Load the stored vectors into the start of `store`, and return the snapshot; None if nothing is stored."""
         ...
 
     def is_finished(self) -> bool:
-        """Tell whether an iteration that has ended was kept."""
+        """Return whether a finished iteration is stored."""
         ...
 
     def is_due(self) -> bool:
-        """Tell whether it is time to keep the state again; a finished iteration's is kept in any case."""
+        """Return whether the state should be stored again; that of a finished iteration is always stored."""
         ...
 
     def keep(self, store: Tensor, snapshot: Snapshot) -> None:  # (capacity, P)
-        """Keep the first `snapshot.count` vectors. Those kept before are the same until the next restart."""
+        """Store the first `snapshot.count` vectors; those stored before do not change until the next restart."""
         ...
 
 
 def arnoldi(
     matvec: Matvec, start: Tensor, steps: int, *, basis: Basis | None = None, memory: Memory | None = None
 ) -> Krylov:
-    """Run the paper's Algorithm 1: right for a matvec that changes from step to step, hence no restart.
+    """Run the paper's Algorithm 1, without restarts; the matvec may change from step to step.
 
     Args:
         matvec: Multiplies the matrix with a vector of P numbers.
-        start: The first vector (P,); any nonzero length.
+        start: The first vector (P,), of any nonzero norm.
         steps: n, the number of products.
-        basis: How vectors are held.
-        memory: Where the state is kept; an iteration it holds already goes on from there.
+        basis: How vectors are stored.
+        memory: Storage for the state; an iteration that it contains is resumed.
     """
     basis = basis or Basis()
     if basis.max_vectors is not None:
         raise InputError(
-            "Arnoldi cannot be restarted when the matrix changes between steps: leave Basis(max_vectors=None), or fit "
+            "Arnoldi cannot be restarted when the matrix changes between steps: use Basis(max_vectors=None), or fit "
             "on a fixed sample (spread=False)."
         )
     return _iterate(matvec, start, steps, basis, symmetric=False, memory=memory)
@@ -99,15 +99,15 @@ def arnoldi(
 def lanczos(
     matvec: Matvec, start: Tensor, steps: int, *, basis: Basis | None = None, memory: Memory | None = None
 ) -> Krylov:
-    """Build the same subspace for a fixed symmetric matrix, restarting when `basis.max_vectors` are held.
+    """Run Lanczos iteration for a fixed symmetric matrix, with thick restarts at `basis.max_vectors` vectors.
 
-    Reorthogonalisation is full and done twice, so the three-term recurrence is measured, never assumed.
+    Every vector is orthogonalised against all others twice, so that T is computed, not assumed to be tridiagonal.
     """
     return _iterate(matvec, start, steps, basis or Basis(), symmetric=True, memory=memory)
 
 
 def finished(memory: Memory, like: Tensor, steps: int, *, basis: Basis | None = None) -> Krylov | None:
-    """Return the iteration that a memory holds if it has ended, without a product; `like` is any vector (P,)."""
+    """Return the stored iteration if it is finished, without a product; `like` is any vector (P,)."""
     if not memory.is_finished():
         return None
     state = _State(like, min(int(steps), like.numel()), basis or Basis(), symmetric=False)
@@ -121,7 +121,7 @@ def _iterate(
     if steps < 1:
         raise InputError(f"steps must be at least 1, got {steps}.")
     if not start.any():
-        raise InputError("The start vector is zero: give one with a nonzero length.")
+        raise InputError("The start vector is zero: pass one with a nonzero norm.")
     state = _State(start, min(steps, start.numel()), basis, symmetric)
     if memory is None or not state.recall(memory):
         state.begin(start)
@@ -144,7 +144,7 @@ def _iterate(
 
 
 class _State:
-    """The growing decomposition. `size` vectors have been multiplied; vector number `size` waits to be."""
+    """The state of a running iteration: `size` vectors have been multiplied, vector number `size` is next."""
 
     def __init__(self, like: Tensor, steps: int, basis: Basis, symmetric: bool) -> None:
         self.capacity = min(basis.max_vectors or steps, steps)
@@ -153,7 +153,7 @@ class _State:
         self.rounding = torch.zeros(self.capacity + 1, dtype=torch.float64, device="cpu")
         self.size, self.count, self.restarts, self.num_products = 0, 0, 0, 0
         self.beta, self.scale = 0.0, 0.0
-        self.fresh = True  # whether the waiting vector is a random one rather than a residual
+        self.fresh = True  # whether the next vector is random rather than a residual
         # Rounding in one product is a few units in the last place of its largest part.
         self.breakdown_tol = 10 * torch.finfo(like.dtype).eps
         self.generator = torch.Generator().manual_seed(0)
@@ -161,12 +161,12 @@ class _State:
         self.ending: Ending | None = None
 
     def begin(self, start: Tensor) -> None:
-        """Let the start vector wait to be multiplied."""
+        """Store the start vector as the next to be multiplied."""
         self.vectors.put(0, start / start.norm())
         self.count = 1
 
     def snapshot(self) -> Snapshot:
-        """Copy everything that the next steps, or the result, depend on beside the vectors."""
+        """Return a copy of everything besides the vectors that the next steps and the result depend on."""
         held = self.size + 1
         return Snapshot(
             projected=self.projected[:held, :held].clone(),
@@ -184,7 +184,7 @@ class _State:
         )
 
     def recall(self, memory: Memory) -> bool:
-        """Take over what a memory holds; return whether it held anything."""
+        """Restore the state from a memory; return whether it contained one."""
         snapshot = memory.recall(self.vectors.store)
         if snapshot is None:
             return False
@@ -202,13 +202,13 @@ class _State:
         return self.size == self.capacity
 
     def extend(self, matvec: Matvec) -> bool:
-        """Multiply the waiting vector and store the next; return whether nothing is left to find."""
+        """Multiply the current vector and store the next; return whether no curvature is left to find."""
         j = self.size
         w = matvec(self.vectors.get(j))
         if not w.isfinite().all():
             raise NumericalError(
                 f"The curvature product of step {j + 1} is not finite. An example drawn for it has a loss or gradient "
-                "that is not: look at the losses of the data (eigentrace.Loss), or use precision='fp32'."
+                "that is not finite. Check the losses of the data (eigentrace.Loss), or use precision='fp32'."
             )
         norm = float(w.norm())
         self.scale = max(self.scale, norm)
@@ -219,7 +219,7 @@ class _State:
         self.size = j + 1
         self.num_products += 1
         if null and self.fresh:
-            # A random vector has a part in every eigenspace that is left; if it is annihilated, all of them are null.
+            # A random vector has a part in every remaining eigenspace; if its product is zero, all of them are null.
             return True
         if self.size == self.vectors.store.shape[1]:
             return False
@@ -227,7 +227,7 @@ class _State:
         return False
 
     def _orthogonalise(self, w: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Remove the basis from w: twice, and again while a pass still takes away half of what is left."""
+        """Orthogonalise w to the basis: twice, and again while a pass removes at least half of its norm."""
         total, before = torch.zeros(count, dtype=torch.float64, device="cpu"), float(w.norm())
         for done in range(1, 5):
             dots = self.vectors.dots(count, w)
@@ -243,7 +243,7 @@ class _State:
         j = self.size
         self.fresh = self.beta <= self.breakdown_tol * self.scale
         if self.fresh:
-            # An invariant subspace: one start vector sees one copy of a repeated eigenvalue, so go on from elsewhere.
+            # An invariant subspace: one start vector finds one copy of a repeated eigenvalue: continue from another.
             self.beta = 0.0
             w = torch.randn(w.shape, generator=self.generator, dtype=w.dtype, device="cpu").to(w.device)
             _, w = self._orthogonalise(w / w.norm(), j)
@@ -253,7 +253,7 @@ class _State:
         self.projected[j, j - 1] = self.beta
 
     def restart(self, keep: int) -> None:
-        """Thick restart: keep the leading Ritz vectors and the residual, forget the rest."""
+        """Perform a thick restart: keep the leading Ritz vectors and the residual, discard the rest."""
         m = self.size
         theta, S = _eigh(self.projected[:m, :m])
         order = theta.abs().argsort(descending=True)[:keep]
@@ -264,8 +264,8 @@ class _State:
         self.projected.zero_()
         self.projected[range(keep), range(keep)] = theta[order]
         self.projected[keep, :keep] = coupling
-        # What storage lost before the restart stays in the kept pairs, in the share each has of it; storing the
-        # mixed vectors loses more, which their eigenvalue multiplies.
+        # Rounding errors from before the restart remain in the kept pairs, in proportion to their coefficients. Storing
+        # the mixed vectors adds errors, which are multiplied by the eigenvalue.
         spread = (self.rounding[: m - 1, None] * S[: m - 1, order]).norm(dim=0)
         self.rounding.zero_()
         parts = torch.stack([spread, coupling.abs() * lost, theta[order].abs() * mixed_lost])
@@ -294,10 +294,10 @@ def _eigh(T: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ritz(krylov: Krylov) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return Ritz values by falling |θ|, their coordinates as columns, and residual norms (None for Arnoldi).
+    """Return Ritz values by descending |θ|, their vectors in the basis as columns, and residuals (None for Arnoldi).
 
-    The residual of a pair is β·|last coordinate|: a bound on its distance from an eigenvalue. Storing the basis in a
-    smaller type adds an estimate of what rounding did, the errors of the vectors taken as independent and doubled.
+    The residual of a pair is β·|last component|: a bound on its distance from an eigenvalue. For a basis stored in a
+    smaller type, an estimate of the rounding error is added, which assumes independent errors and is doubled.
     """
     theta, S = _eigh(krylov.projected)
     order = theta.abs().argsort(descending=True)

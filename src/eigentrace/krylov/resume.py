@@ -1,8 +1,8 @@
-"""The state of a Krylov iteration on disk: killed at any moment, it goes on from there with the same numbers.
+"""A resumable Krylov iteration on disk: killed at any moment, it resumes with the same numbers.
 
-A directory holds `vectors-00000.bin`, to which every vector is appended once (after a restart, the mixed ones begin a
-new file), and `state.safetensors`, which says how many of them count and all else that the next step depends on. The
-vectors reach the disk first, then the state replaces the one before, then a file that is no longer needed goes.
+A directory contains `vectors-00000.bin`, to which every vector is appended once (after a restart, the mixed ones begin
+a new file), and `state.safetensors`, with the number of valid vectors and all other state of the next step. Vectors are
+flushed to disk first, then the state is replaced atomically, then a file that is no longer needed is removed.
 """
 
 import dataclasses
@@ -30,35 +30,35 @@ from eigentrace.settings import short
 from eigentrace.version import __version__
 
 KIND = "Krylov iteration"
-# Products that are quicker than this are kept several at a time: forcing files to the disk would take longer than
-# doing them again.
+# Minimum time between saves: several quick products are saved together, because flushing files to disk would take
+# longer than repeating them.
 SECONDS_BETWEEN_SAVES = 1.0
-# Numbers that go to or come from the disk at a time.
+# Numbers that are read or written at a time.
 _PIECE = 1 << 22
-# Losses of the same example on the same model agree better than this share of the largest, in bfloat16 too.
+# Losses of the same examples and model agree within this share of the largest, in bfloat16 too.
 _LOSS_TOL = 1e-2
 _STATE = "state.safetensors"
 
 
 class SavedIteration:
-    """A directory that remembers one iteration.
+    """A directory that stores the state of one iteration.
 
-    Use it inside `opened`, which sees to it that nobody else writes there.
+    Open it with `opened`, which takes the write lock of the directory.
 
     Args:
         path: The directory.
-        identity: What the iteration is of, in plain values by name.
-        draws: The generator that the matrix draws examples with, if it does; its state belongs to the iteration's.
+        identity: JSON values by name that identify the iteration.
+        draws: The generator with which the matrix draws examples, if any; its state is saved too.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any], draws: torch.Generator | None = None) -> None:
         self.path, self._identity, self._draws = path, identity, draws
         self._checksums: list[int] = []  # of the vectors in the current file
-        self._restarts: int | None = None  # which the current file belongs to
+        self._restarts: int | None = None  # number of the current file
         self._kept_at = -float("inf")
 
     def begin(self, **chosen: Any) -> None:
-        """Write down what the iteration is of, and what was chosen for it by measuring, unless it has begun before."""
+        """Write the manifest with the identity and the measured choices, unless it already exists."""
         if (self.path / MANIFEST).exists():
             return
         manifest: dict[str, Any] = {"kind": KIND, "format": 1, "version": __version__}
@@ -67,29 +67,29 @@ class SavedIteration:
             partial.write_text(json.dumps(manifest, indent=2, allow_nan=False) + "\n")
 
     def chosen(self, name: str, otherwise: Any) -> Any:
-        """Return what was chosen when the iteration began; something else if it begins now."""
+        """Return a choice recorded by `begin`, or `otherwise` if the iteration is new."""
         return read_manifest(self.path, KIND)["chosen"][name] if (self.path / MANIFEST).exists() else otherwise
 
     def is_finished(self) -> bool:
-        """Tell whether the iteration has ended, so that no product is left to do."""
+        """Return whether the saved iteration is finished, so that no product is left to compute."""
         found = self._read_state()
         return found is not None and found[0].ending is not None
 
     def recall(self, store: Tensor) -> Snapshot | None:  # (capacity, P)
-        """Read the saved vectors into the first places of `store`; None if nothing was saved yet."""
+        """Load the saved vectors into the start of `store`, and return the snapshot; None if nothing is saved."""
         found = self._read_state()
         if found is None:
             return None
         snapshot, checksums, draws = found
         file = self._file(snapshot.restarts)
         if not len(checksums) == snapshot.count <= len(store):
-            raise self._damaged(_STATE, f"it counts {snapshot.count} vectors where {len(store)} are the most")
+            raise self._damaged(_STATE, f"it has {snapshot.count} vectors, expected at most {len(store)}")
         try:
             with file.open("rb") as stream:
                 for number, (vector, expected) in enumerate(zip(store, checksums, strict=False)):
                     if _fill(stream, vector) != expected:
                         raise self._damaged(
-                            file.name, f"vector {number + 1} of {snapshot.count} is not what was kept there"
+                            file.name, f"the checksum of vector {number + 1} of {snapshot.count} does not match"
                         )
             for other in self.path.glob("vectors-*.bin"):
                 if other != file:  # left by a process that was killed around a restart
@@ -104,17 +104,17 @@ class SavedIteration:
         return snapshot
 
     def is_due(self) -> bool:
-        """Tell whether the last time the state was kept is long enough ago."""
+        """Return whether the last save is at least `SECONDS_BETWEEN_SAVES` ago."""
         return time.monotonic() - self._kept_at >= SECONDS_BETWEEN_SAVES
 
     def keep(self, store: Tensor, snapshot: Snapshot) -> None:  # (capacity, P)
-        """Append the vectors that are new, or all of them after a restart, then let the state count them."""
+        """Append the new vectors (after a restart, write all to a new file), then replace the state."""
         before = None if self._restarts is None else self._file(self._restarts)
         file, anew = self._file(snapshot.restarts), snapshot.restarts != self._restarts
         checksums = [] if anew else list(self._checksums)
         try:
             with file.open("wb" if anew else "r+b") as stream:
-                # Beyond what counts there may be part of a vector that a killed process wrote.
+                # After the valid vectors there may be a partial one from a killed process.
                 stream.seek(len(checksums) * store.shape[1] * store.element_size())
                 checksums += [_append(stream, vector) for vector in store[len(checksums) : snapshot.count]]
             sync(file)
@@ -148,12 +148,12 @@ class SavedIteration:
             return None
         try:
             with safe_open(path, "pt") as file:
-                # Copies: what is read lazily would change with the file.
+                # Copies, because lazily read tensors would change with the file.
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
                 metadata = file.metadata() or {}
             record = metadata.get("record", "")
             if metadata.get("checksum") != _hash(record, tensors):
-                raise self._damaged(_STATE, "its numbers are not those that were kept")
+                raise self._damaged(_STATE, "its checksum does not match")
         except SafetensorError as error:
             raise self._damaged(_STATE, str(error)) from None
         values = json.loads(record)
@@ -163,7 +163,7 @@ class SavedIteration:
 
     def _damaged(self, name: str, what: str) -> MismatchError:
         return MismatchError(
-            f"{self.path / name} is damaged: {what}. Restore the file, or remove {self.path} to begin the fit again."
+            f"{self.path / name} is damaged: {what}. Restore the file, or remove {self.path} to start the fit again."
         )
 
 
@@ -171,12 +171,12 @@ class SavedIteration:
 def opened(
     path: str | Path, identity: Mapping[str, Any], draws: torch.Generator | None = None
 ) -> Iterator[SavedIteration]:
-    """Hold a directory, new or with an iteration of the same identity; others are refused and left as they are.
+    """Lock and open a directory that is new or has the same identity; else raise MismatchError, changing nothing.
 
     Args:
-        path: The directory; made if it is not there.
-        identity: What the iteration is of, in plain values by name. Under "losses" it has some of the model's, which
-            need only agree to rounding.
+        path: The directory; created if missing.
+        identity: JSON values by name that identify the iteration. "losses" contains losses of the model, which need to
+            agree only up to rounding.
         draws: See `SavedIteration`.
     """
     if not isinstance(path, str | Path):
@@ -190,10 +190,10 @@ def opened(
 
 
 def _check(path: Path, identity: Mapping[str, Any]) -> None:
-    """Refuse a directory that holds something else, naming what differs."""
+    """Raise MismatchError, with the differences, if a directory contains anything else."""
     if not path.exists():
         return
-    # A process that is killed at once leaves a lock, and perhaps a hidden file half written.
+    # A process killed early leaves the lock file, and perhaps a partial hidden file.
     if path.is_dir() and all(item.name == "lock" or item.name.startswith(".") for item in path.iterdir()):
         return
     try:
@@ -201,21 +201,21 @@ def _check(path: Path, identity: Mapping[str, Any]) -> None:
     except MismatchError as error:
         if not (path / _STATE).exists():
             raise
-        raise MismatchError(f"{error} Or remove {path} to begin the fit again.") from None
+        raise MismatchError(f"{error} Or remove {path} to start the fit again.") from None
     here = json.loads(json.dumps(identity))
     names = [name for name in (*here, *(there.keys() - here.keys())) if not _same(there.get(name), here.get(name))]
-    # Other losses follow from another model: they are named when nothing else explains them.
+    # Losses differ for another model: report them only if nothing else differs.
     names = [name for name in names if name != "losses"] or names
-    differ = [f"{name}: {short(there.get(name))} there, {short(here.get(name))} here" for name in names]
+    differ = [f"{name}: stored {short(there.get(name))}, got {short(here.get(name))}" for name in names]
     if differ:
         raise MismatchError(
-            f"{path} holds the iteration of another fit: {'; '.join(differ)}. Give another directory, or the model, "
-            "data and settings that it was begun with."
+            f"{path} contains the iteration of another fit: {'; '.join(differ)}. Pass another directory, or resume "
+            "with the model, data and settings that it was created with."
         )
 
 
 def _same(there: Any, here: Any) -> bool:
-    """Compare two values of an identity: lists of numbers to rounding, all else exactly."""
+    """Return whether two identity values are equal: lists of numbers up to rounding, others exactly."""
     if not isinstance(there, list) or not isinstance(here, list) or len(there) != len(here):
         return there == here
     size = max(map(abs, there), default=0.0)
@@ -236,8 +236,8 @@ def _append(stream: IO[bytes], vector: Tensor) -> int:
     return found
 
 
-def _fill(stream: BufferedReader, vector: Tensor) -> int:
-    """Read one vector and return the checksum of its bytes; a file that is too short gives another one."""
+def _fill(stream: BufferedReader, row: Tensor) -> int:
+    """Read one vector and return the checksum of its bytes, which differs if the file is truncated."""
     found = 0
     for piece in vector.split(_PIECE):
         buffer = torch.empty(len(piece), dtype=vector.dtype, device="cpu")

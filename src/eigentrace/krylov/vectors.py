@@ -1,4 +1,4 @@
-"""The vectors of a basis: how they are held, and how they are multiplied."""
+"""Storage and multiplication of the vectors of a Krylov basis."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,33 +11,33 @@ from torch import Tensor
 from eigentrace.errors import InputError
 from eigentrace.numeric.accumulate import times
 
-# Chunks of the basis that are brought to the working precision (and device) at a time: 64 MiB of float32.
+# Numbers of the basis converted to the working precision (and device) at a time: 64 MiB of float32.
 _CHUNK_NUMBERS = 1 << 24
-# Chunks that are packed on a GPU before they are multiplied: 512 MiB of bfloat16. Smaller ones are over before the next
-# is launched.
+# Numbers packed on a GPU before they are multiplied: 512 MiB of bfloat16. Smaller products would end before the next is
+# launched.
 _PACKED_NUMBERS = 1 << 28
 # Chunks and vectors begin at multiples of this many numbers.
 _ALIGNED = 64
 # Numbers of a basis that are multiplied in one call: cuBLAS counts those of a matrix-vector product in 32 bits.
 _MOST_NUMBERS = (1 << 31) - 1
-# Terms of a dot product of bfloat16 numbers that a GPU sums at once: it cuts partial sums to 24 bits every 16 terms,
+# Terms of a dot product of bfloat16 numbers summed at once: a GPU truncates partial sums to 24 bits every 16 terms,
 # so that 2,048 of one sign lose 4e-6 of their sum at worst.
 _PIECE = 1 << 11
 
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
-    """How the Krylov vectors are held."""
+    """How Krylov vectors are stored."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """fp32 follows the parameters (fp64 for float64 models); bf16 halves the memory at about 1e-4 in eigenvalues.
-    The eigenvectors are kept in the same type."""
+    """fp32 follows the parameters (fp64 for float64 models); bf16 halves the memory, with errors of about 1e-4 in
+    eigenvalues. The eigenvectors are stored in the same type."""
     place: Literal["device", "host"] = "device"
-    """Where the vectors, and the eigenvectors made of them, live: beside the model, or in (pinned) host memory."""
+    """Where vectors and eigenvectors are stored: on the model's device, or in (pinned) host memory."""
     max_vectors: int | None = None
-    """Restart when this many are held (Lanczos only); None holds one per step."""
+    """Restart at this number of stored vectors (Lanczos only); None stores one per step."""
     restart_keep: int | None = None
-    """Ritz vectors carried over a restart; 60% of max_vectors if None."""
+    """Number of Ritz vectors kept at a restart; 60% of max_vectors if None."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):
@@ -48,23 +48,23 @@ class Basis:
             raise InputError(f"Basis max_vectors must be at least 3, got {self.max_vectors}.")
         if self.restart_keep is not None and not 1 <= self.restart_keep < (self.max_vectors or 0):
             raise InputError(
-                f"Basis restart_keep must lie between 1 and max_vectors - 1, got {self.restart_keep} with "
+                f"Basis restart_keep must be between 1 and max_vectors - 1, got {self.restart_keep} with "
                 f"max_vectors={self.max_vectors}."
             )
 
     @property
     def carried(self) -> int:
-        """Ritz vectors kept at a restart."""
+        """Number of Ritz vectors kept at a restart."""
         limit = self.max_vectors or 0
         return self.restart_keep or max(1, min(limit - 2, round(0.6 * limit)))
 
 
 class Vectors:
-    """Vectors of P numbers, stored in one type and place, multiplied in another.
+    """Vectors of P numbers, stored with one dtype and place and multiplied with another.
 
-    Sums run in the working type (float32 or float64) whatever the storage. On a GPU, bfloat16 vectors are multiplied as
-    they are: what they meet is split into three bfloat16 parts that hold all of its digits. Widening the vectors first
-    would move five times as many bytes.
+    Sums are computed in the working type (float32 or float64), whatever the storage. On a GPU, bfloat16 vectors are
+    multiplied without conversion: the other factor is split into three bfloat16 parts that contain all of its digits.
+    Converting the vectors to float32 first would move five times as many bytes.
     """
 
     def __init__(self, count: int, like: Tensor, basis: Basis) -> None:
@@ -74,8 +74,8 @@ class Vectors:
         self._direct = dtype == like.dtype and device == like.device
         self._split = dtype == torch.bfloat16 and like.dtype == torch.float32 and like.device.type == "cuda"
         size = like.numel()
-        # Fast kernels ask for vectors that start at a multiple of 16 bytes; memory that a GPU reads while it computes
-        # must be pinned.
+        # Fast kernels need vectors that start at a multiple of 16 bytes; memory that a GPU reads while it computes must
+        # be pinned.
         width = -(-size // _ALIGNED) * _ALIGNED if self._split else size
         pinned = device.type == "cpu" and like.device.type == "cuda"
         self.store = torch.empty(count, width, dtype=dtype, device=device, pin_memory=pinned)[:, :size]
@@ -85,12 +85,12 @@ class Vectors:
         return self.store[index].to(self.device, self.working)
 
     def put(self, index: int, vector: Tensor) -> float:
-        """Store a vector and return the norm of what rounding lost."""
+        """Store a vector and return the norm of the rounding error."""
         self.store[index] = vector.to(self.store.device, self.store.dtype)
         return 0.0 if self._direct else float((self.get(index) - vector).norm())
 
     def dots(self, count: int, w: Tensor) -> Tensor:  # (P,) -> (count,)
-        """Multiply the first `count` vectors with w."""
+        """Return the dot products of the first `count` vectors with w."""
         if self._direct:
             return torch.cat([self.store[part] @ w for part in self._blocks(count)])
         right = thirds(w) if self._split else w[None]
@@ -98,7 +98,7 @@ class Vectors:
         return _sum(parts).sum(dim=1).to(self.working)
 
     def combine(self, coefficients: Tensor) -> Tensor:  # (k, count) -> (k, P)
-        """Form k linear combinations of the first `count` vectors."""
+        """Return k linear combinations of the first `count` vectors."""
         coefficients = coefficients.to(self.device, self.working)
         if self._direct:
             first, *others = self._blocks(coefficients.shape[-1])
@@ -112,7 +112,7 @@ class Vectors:
         return result
 
     def mix(self, coefficients: Tensor) -> Tensor:  # (k, count) -> (k,)
-        """Replace the first k vectors by combinations of the first `count`; return the norms of what rounding lost."""
+        """Replace the first k vectors by combinations of the first `count`; return the norms of rounding errors."""
         k = len(coefficients)
         lost = torch.zeros(k, dtype=torch.float64, device=self.device)
         for columns, mixed in self._mixed(coefficients.to(self.device, self.working)):
@@ -123,21 +123,21 @@ class Vectors:
         return lost.sqrt().cpu()
 
     def gram(self, count: int) -> Tensor:  # (count, count), float64
-        """Multiply the first `count` vectors with each other."""
+        """Return the Gram matrix of the first `count` vectors."""
         return _sum(self._products(part, part) for _, part in self._parts(count, count)).cpu()
 
     def release(self, count: int) -> Tensor:  # (count, P)
-        """Hand the first `count` vectors over and let go of the others."""
+        """Return the first `count` vectors and free the memory of the others."""
         kept = self.store[:count]
         if count < len(self.store):
-            with contextlib.suppress(torch.OutOfMemoryError):  # then they keep the memory of all
+            with contextlib.suppress(torch.OutOfMemoryError):  # then the memory of all is kept
                 pinned = kept.is_pinned()
                 kept = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device, pin_memory=pinned).copy_(kept)
         self.store = kept
         return kept
 
     def _blocks(self, count: int) -> Iterator[slice]:
-        """Cut the first `count` vectors into runs that one call may multiply."""
+        """Yield slices of the first `count` vectors that are small enough for one call."""
         most = max(1, _MOST_NUMBERS // max(1, self.store.shape[1]))
         return (slice(start, min(start + most, count)) for start in range(0, max(1, count), most))
 
@@ -151,7 +151,7 @@ class Vectors:
         k, count = coefficients.shape
         left = thirds(coefficients).flatten(0, 1) if self._split else coefficients
         for columns, part in self._parts(count, len(left)):
-            # Packed first: with vectors gigabytes apart, matrix products read outside of them (cuBLAS 13, H200).
+            # Packed first: with a stride of gigabytes, matrix products read out of bounds (cuBLAS 13, H200).
             packed = part.contiguous()
             if self._split:
                 yield columns, times(left, packed).view(3, k, -1).sum(dim=0)
@@ -159,10 +159,10 @@ class Vectors:
                 yield columns, left @ packed.to(self.working)
 
     def _parts(self, count: int, results: int = 0) -> Iterator[tuple[slice, Tensor]]:
-        """Yield columns of the first `count` vectors, in the type of the storage, where they are to be multiplied."""
+        """Yield columns of the first `count` vectors with their stored dtype, on the device for multiplication."""
         total = self.store.shape[1]
         here = self._split and self.store.device == self.device
-        # Vectors that are multiplied as they lie take no memory, whatever their number.
+        # Vectors that are multiplied without a copy take no memory, whatever their number.
         numbers = 1 if here and not results else max(count, results)
         largest = _PACKED_NUMBERS if here and results else _CHUNK_NUMBERS
         width = max(_ALIGNED, largest // numbers // _ALIGNED * _ALIGNED)
@@ -174,13 +174,13 @@ class Vectors:
 
 
 def thirds(numbers: Tensor) -> Tensor:  # float32 (*) -> bfloat16 (3, *)
-    """Split numbers into three of bfloat16 that add up to them: three times 8 bits are float32's 24.
+    """Split float32 numbers into three bfloat16 parts with the same sum: 3 × 8 bits are float32's 24.
 
     >>> x = torch.tensor([1 / 3, -1e-20, 12345.678])
     >>> bool((thirds(x).double().sum(dim=0) == x.double()).all())
     True
     """
-    # Vectors that start at a multiple of 16 bytes, as in `Vectors`.
+    # Parts start at a multiple of 16 bytes, as in `Vectors`.
     size = numbers.numel()
     parts = torch.empty(3, -(-size // _ALIGNED) * _ALIGNED, dtype=torch.bfloat16, device=numbers.device)[:, :size]
     rest = numbers.flatten()
@@ -191,10 +191,10 @@ def thirds(numbers: Tensor) -> Tensor:  # float32 (*) -> bfloat16 (3, *)
 
 
 def in_pieces(left: Tensor, right: Tensor) -> Tensor:  # (m, width), (n, width) -> (m, n) float64
-    """Sum products of bfloat16 or float32 vectors in many short pieces.
+    """Return left @ right.T for bfloat16 or float32 matrices, summed in many short pieces.
 
-    One long product would leave most of a GPU idle; and its matrix units cut every partial sum short, which over
-    millions of terms of one sign costs four digits. On some processors one of float32 loses digits too.
+    One long product would leave most of a GPU idle, and its matrix units truncate every partial sum, which over
+    millions of terms of one sign loses four digits. On some CPUs a long float32 product loses digits too.
     """
     width = left.shape[1]
     body = width // _PIECE * _PIECE
@@ -215,8 +215,8 @@ def _sum(parts: Iterator[Tensor]) -> Tensor:
     return total
 
 
-def _streamed(vectors: Tensor, spans: list[slice], device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Bring columns of pinned vectors to a GPU, the next ones while these are being worked on."""
+def _streamed(rows: Tensor, spans: list[slice], device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+    """Copy columns of pinned vectors to a GPU, the next ones while the current ones are used."""
     here, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     width = max(span.stop - span.start for span in spans)
     buffers = [torch.empty(len(vectors), width, dtype=vectors.dtype, device=device) for _ in range(2)]
@@ -226,9 +226,9 @@ def _streamed(vectors: Tensor, spans: list[slice], device: torch.device) -> Iter
         span, which = spans[number], number % 2
         side.wait_event(used[which])
         with torch.cuda.stream(side):
-            # One by one: only pieces without gaps are copied without a detour.
-            for target, vector in zip(buffers[which], vectors, strict=True):
-                target[: span.stop - span.start].copy_(vector[span], non_blocking=True)
+            # One by one: only contiguous memory is copied directly.
+            for target, row in zip(buffers[which], rows, strict=True):
+                target[: span.stop - span.start].copy_(row[span], non_blocking=True)
         copied[which].record(side)
 
     for event in used:
