@@ -76,8 +76,8 @@ def top_eigenpairs(krylov: Krylov, keep: int) -> Eigenpairs:
 
 def with_fixed_signs(directions: Tensor) -> Tensor:  # (K, P) -> (K, P), in place
     """Make the largest component of each eigenvector positive, so that equal fits give equal features."""
-    for row in directions:  # one by one: a copy of all may not fit in memory
-        row.mul_(row[row.abs().argmax()].sign())
+    for direction in directions:  # one by one: a copy of all may not fit in memory
+        direction.mul_(direction[direction.abs().argmax()].sign())
     return directions
 
 

@@ -236,7 +236,7 @@ def _append(stream: IO[bytes], vector: Tensor) -> int:
     return found
 
 
-def _fill(stream: BufferedReader, row: Tensor) -> int:
+def _fill(stream: BufferedReader, vector: Tensor) -> int:
     """Read one vector and return the checksum of its bytes, which differs if the file is truncated."""
     found = 0
     for piece in vector.split(_PIECE):

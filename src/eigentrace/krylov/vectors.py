@@ -215,7 +215,7 @@ def _sum(parts: Iterator[Tensor]) -> Tensor:
     return total
 
 
-def _streamed(rows: Tensor, spans: list[slice], device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+def _streamed(vectors: Tensor, spans: list[slice], device: torch.device) -> Iterator[tuple[slice, Tensor]]:
     """Copy columns of pinned vectors to a GPU, the next ones while the current ones are used."""
     here, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     width = max(span.stop - span.start for span in spans)
@@ -227,8 +227,8 @@ def _streamed(rows: Tensor, spans: list[slice], device: torch.device) -> Iterato
         side.wait_event(used[which])
         with torch.cuda.stream(side):
             # One by one: only contiguous memory is copied directly.
-            for target, row in zip(buffers[which], rows, strict=True):
-                target[: span.stop - span.start].copy_(row[span], non_blocking=True)
+            for target, vector in zip(buffers[which], vectors, strict=True):
+                target[: span.stop - span.start].copy_(vector[span], non_blocking=True)
         copied[which].record(side)
 
     for event in used:

@@ -40,7 +40,7 @@ def expected_columns(fitted: Fitted) -> list[str]:
 
 def held_part(terms: tuple[Term, ...]) -> str:
     """Return how much of a score the stored features give: "nothing", "everything" or "kept directions"."""
-    if not any(term.block.rows.count for term in terms):
+    if not any(term.block.directions.count for term in terms):
         return "nothing"
     return "everything" if all(term.block.identity == 0 for term in terms) else "kept directions"
 
