@@ -1,7 +1,12 @@
+import hypothesis
 import pytest
 import torch
 
 from tests.helpers.models import CASES, Case, make
+
+# A busy machine is no reason to fail: examples have no time limit.
+hypothesis.settings.register_profile("eigentrace", deadline=None)
+hypothesis.settings.load_profile("eigentrace")
 
 
 @pytest.fixture(scope="session")

@@ -119,7 +119,7 @@ def test_a_process_that_is_killed_is_said_and_counted(tmp_path, monkeypatch, cap
 
 def test_processes_end_with_the_one_that_started_them(tmp_path):
     program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 60\n")
+    program.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 600\n")
     program.chmod(0o755)
     code = "import sys; from experiments.shared.workers import run_parts; sys.executable = sys.argv[1]\n"
     code += "run_parts('experiments.toy', [], [[['a'], ['b']], [['c']]])"
@@ -128,7 +128,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
     while parent.poll() is None and (not pids.exists() or len(pids.read_text().split()) < 2):
         time.sleep(0.05)
     parent.terminate()
-    assert "Told to end; what was measured is kept." in parent.communicate(timeout=30)[1]
+    assert "Told to end; what was measured is kept." in parent.communicate(timeout=300)[1]
     assert parent.returncode == 1
     for pid in pids.read_text().split():
         with pytest.raises(ProcessLookupError):

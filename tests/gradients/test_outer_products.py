@@ -9,7 +9,7 @@ from eigentrace.gradients.layer_gradients import Direct, Written
 from eigentrace.gradients.outer_products import Dense, OneHot, Outer, Windows, rotated, square_norms, token_products
 from eigentrace.numeric.accumulate import times, wide, wide_type
 
-any_shape = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+any_shape = settings(max_examples=25, derandomize=True, database=None)
 B, T, L, R, VOCABULARY = 3, 4, 2, 5, 6
 BUDGETS = [1, 100, 10_000, 2**40]
 

@@ -15,7 +15,7 @@ def together(code: str, *argv: object, count: int = 4) -> list[int]:
     """Run the same code in several processes at the same time; return how they ended."""
     command = [sys.executable, "-c", code, *map(str, argv)]
     running = [subprocess.Popen(command, cwd=ROOT) for _ in range(count)]
-    return [process.wait(timeout=60) for process in running]
+    return [process.wait(timeout=300) for process in running]
 
 
 def test_one_of_several_processes_makes_a_file_and_leaves_nothing_else(tmp_path):

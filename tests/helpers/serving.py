@@ -32,7 +32,7 @@ class Started:
 
     def ask(self, method, path, body=None, **headers):
         """Return the status and the answer."""
-        connection = http.client.HTTPConnection(self.place.hostname, self.place.port, timeout=60)
+        connection = http.client.HTTPConnection(self.place.hostname, self.place.port, timeout=300)
         try:
             given = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, None if body is None else json.dumps(body), given)

@@ -150,11 +150,11 @@ def test_rows_that_are_not_there(asked, path):
 
 def test_large_bodies_are_refused_before_they_are_read(points):
     with started(points) as server:
-        with socket.create_connection((server.place.hostname, server.place.port), timeout=20) as raw:
+        with socket.create_connection((server.place.hostname, server.place.port), timeout=120) as raw:
             head = f"POST /api/ask HTTP/1.1\r\nHost: {server.place.netloc}\r\nX-Token: {TOKEN}\r\n"
             raw.sendall(f"{head}Content-Length: {10**12}\r\n\r\n".encode())
             assert raw.recv(1000).startswith(b"HTTP/1.1 413")  # and nothing of it was sent
-        with socket.create_connection((server.place.hostname, server.place.port), timeout=20) as raw:
+        with socket.create_connection((server.place.hostname, server.place.port), timeout=120) as raw:
             raw.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
             chunk, sent = b"100000\r\n" + b"x" * 2**20 + b"\r\n", 0
             try:

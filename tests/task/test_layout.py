@@ -29,7 +29,7 @@ def test_flat_vector_is_the_parameters_in_order():
 
 
 @given(st.lists(st.integers(1, 3), max_size=2))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_unflatten_inverts_flatten_under_leading_dimensions(leading):
     layout = Layout.of(tensors())
     flat = torch.randn(*leading, layout.numel)
