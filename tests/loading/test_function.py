@@ -9,6 +9,7 @@ import torch
 import eigentrace as et
 from eigentrace.errors import InputError
 from eigentrace.loading import Inputs, from_function
+from tests.helpers.expecting import refused
 from tests.helpers.small import examples, net, table
 
 SOURCE = """
@@ -91,34 +92,34 @@ def test_what_comes_back_can_be_fitted(written):
 
 
 WRONG = {
-    "no colon": ("mine.things", {}, r"'mine\.things' does not name a function: write package\.module:function"),
-    "nothing before the colon": (":made", {}, "does not name a function"),
-    "no such package": ("ours.things:made", {}, r"no module 'ours\.things': 'ours' was not found"),
-    "no such module": ("mine.other:made", {}, r"'mine\.other' was not found"),
-    "no such file": ("mine/other.py:made", {}, r"no file .*other\.py"),
-    "no such function": ("mine.things:making", {}, r"no function 'making'\. Functions it has: made, needs, nothing"),
-    "no function": ("mine.things:SIZE", {}, "'SIZE' in mine.things is no function"),
-    "unknown argument": ("mine.things:made", {"length": 3}, r"takes \(size=12, classes=3\), and was given \(length\)"),
-    "missing argument": ("mine.things:needs", {}, "missing a required argument: 'path'"),
-    "nothing back": ("mine.things:nothing", {}, r"returned NoneType, and must return \(task, data\)"),
-    "the wrong way round": ("mine.things:swapped", {}, r"returned \(list, Task\), and must return \(task, data\)"),
+    "no colon": ("mine.things", {}, ("'mine.things'", "package.module:function")),
+    "nothing before the colon": (":made", {}, ("':made'", "package.module:function")),
+    "no such package": ("ours.things:made", {}, ("'ours.things'", "'ours'")),
+    "no such module": ("mine.other:made", {}, ("'mine.other'",)),
+    "no such file": ("mine/other.py:made", {}, ("mine/other.py",)),
+    "no such function": ("mine.things:making", {}, ("'making'", "made, needs, nothing")),
+    "no function": ("mine.things:SIZE", {}, ("'SIZE'", "mine.things")),
+    "unknown argument": ("mine.things:made", {"length": 3}, ("(size=12, classes=3)", "(length)")),
+    "missing argument": ("mine.things:needs", {}, ("'path'",)),
+    "nothing back": ("mine.things:nothing", {}, ("NoneType", "(task, data)")),
+    "the wrong way round": ("mine.things:swapped", {}, ("(list, Task)", "(task, data)")),
 }
 
 
-@pytest.mark.parametrize(("name", "args", "message"), table(WRONG))
-def test_what_is_wrong_is_said(name, args, message, written):
-    with pytest.raises(InputError, match=message):
+@pytest.mark.parametrize(("name", "args", "mentions"), table(WRONG))
+def test_what_is_wrong_is_said(name, args, mentions, written):
+    with refused(InputError, *mentions):
         from_function(name, args)
 
 
 def test_a_missing_dependency_of_the_module_is_not_hidden(written):
-    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+    with refused(ModuleNotFoundError, "no_such_dependency"):
         from_function("mine.broken:made")
 
 
 def test_inputs_check_themselves():
     task, data = et.classification(net()), et.Data.from_batches([examples(4)])
-    with pytest.raises(InputError, match="columns have 3 rows for 4 examples"):
+    with refused(InputError, "columns", 3, 4):
         Inputs(task, data, pa.table({"group": [1, 2, 3]}))
-    with pytest.raises(InputError, match="got Sequential and Data"):
+    with refused(InputError, "Sequential", "Data"):
         Inputs(net(), data)

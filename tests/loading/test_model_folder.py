@@ -19,6 +19,7 @@ from eigentrace.loading.hugging_face import load_image_processor
 from eigentrace.loading.image_dataset import Plain, preparation
 from eigentrace.loading.text_dataset import padded_length
 from tests.helpers import make_folders
+from tests.helpers.expecting import refused
 from tests.helpers.make_folders import CLASSES, IMAGE_SETTINGS
 from tests.helpers.small import table
 
@@ -172,7 +173,7 @@ def test_long_texts_are_cut_and_never_padded_past_the_positions(home, tmp_path):
     inputs = made(home, "gpt2", dataset=tmp_path / "long.parquet")
     assert inputs.data.first(3).values["input_ids"].shape == (3, 20)
     assert made(home, "gpt2", tmp_path / "long.parquet", max_length=5).data.first(3).values["input_ids"].shape == (3, 5)
-    with pytest.raises(InputError, match="max_length=21 is more than the 20 positions the model has"):
+    with refused(InputError, "max_length", 21, 20):
         made(home, "gpt2", tmp_path / "long.parquet", max_length=21)
 
 
@@ -184,7 +185,7 @@ def test_positions_that_are_counted_from_behind_the_padding_token(tmp_path):
     batch = inputs.data.first(3).values
     assert batch["input_ids"].shape == (3, 18)
     assert inputs.task.losses(inputs.task.params, batch).isfinite().all()
-    with pytest.raises(InputError, match="max_length=19 is more than the 18 positions the model has"):
+    with refused(InputError, "max_length", 19, 18):
         from_folder(folder, long, "text-classification", max_length=19)
 
 
@@ -248,27 +249,27 @@ def without_tokenizer(home, at):
 
 
 WRONG = {
-    "no folder": (lambda home, at: at / "none", {}, InputError, "no model folder .*none"),
-    "no config": (lambda home, at: at, {}, InputError, "has no config.json"),
-    "no head": (bare, {}, TaskError, r"2 weights are not in the folder \(first: 'classifier.bias'\)"),
-    "several classes": (multi_label, {}, UnsupportedError, "was trained for multi_label_classification"),
-    "no tokenizer": (without_tokenizer, {}, InputError, "There is no tokenizer in .* Name the folder"),
-    "unknown task": (None, {"task": "translation"}, InputError, "task must be one of text-classification, image-"),
-    "other model": (None, {"task": "seq2seq"}, InputError, "cannot be loaded for seq2seq"),
-    "no column": (None, {"text": "body"}, InputError, r"no column 'body' \(asked for as text\). It has: id, text"),
-    "no text": (None, {"text": "year"}, InputError, "holds int64 and no text. Name another column with text"),
-    "no label": (None, {"label": "target"}, DataError, "Row 0 of .* has the label 'on', which the model does not"),
-    "no id": (None, {"id": "key"}, InputError, r"no column 'key' \(asked for as id\)"),
-    "no batch": (None, {"batch_size": 0}, InputError, "batch_size must be a whole number of at least 1"),
-    "no device": (None, {"device": "gpu"}, InputError, "device must be a device of torch .*, got 'gpu'"),
-    "no length": (None, {"max_length": 0}, InputError, "max_length must be a whole number of at least 1"),
+    "no folder": (lambda home, at: at / "none", {}, InputError, ("/none",)),
+    "no config": (lambda home, at: at, {}, InputError, ("config.json",)),
+    "no head": (bare, {}, TaskError, (2, "'classifier.bias'")),
+    "several classes": (multi_label, {}, UnsupportedError, ("multi_label_classification",)),
+    "no tokenizer": (without_tokenizer, {}, InputError, ("tokenizer",)),
+    "unknown task": (None, {"task": "translation"}, InputError, ("task", "'translation'", "text-classification")),
+    "other model": (None, {"task": "seq2seq"}, InputError, ("bert", "seq2seq")),
+    "no column": (None, {"text": "body"}, InputError, ("'body'", "id, text")),
+    "no text": (None, {"text": "year"}, InputError, ("'year'", "int64", "text")),
+    "no label": (None, {"label": "target"}, DataError, (0, "data.parquet", "'on'")),
+    "no id": (None, {"id": "key"}, InputError, ("'key'", "id")),
+    "no batch": (None, {"batch_size": 0}, InputError, ("batch_size", 0)),
+    "no device": (None, {"device": "gpu"}, InputError, ("device", "'gpu'")),
+    "no length": (None, {"max_length": 0}, InputError, ("max_length", 0)),
 }
 
 
-@pytest.mark.parametrize(("model", "options", "kind", "message"), table(WRONG))
-def test_what_is_wrong_is_said(model, options, kind, message, home, tmp_path):
+@pytest.mark.parametrize(("model", "options", "kind", "mentions"), table(WRONG))
+def test_what_is_wrong_is_said(model, options, kind, mentions, home, tmp_path):
     folder = home / "bert" if model is None else model(home, tmp_path)
-    with pytest.raises(kind, match=message):
+    with refused(kind, *mentions):
         from_folder(folder, home / "data.parquet", **({"task": "text-classification"} | options))
 
 
@@ -278,7 +279,7 @@ def test_a_missing_extra_is_named(package, home, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("PIL.")]:
         monkeypatch.setitem(sys.modules, name, None)
     extra = "hf" if package == "transformers" else "images"
-    with pytest.raises(InputError, match=rf'pip install -e "\.\[{extra}\]"'):
+    with refused(InputError, f'pip install -e ".[{extra}]"'):
         made(home, "vit")
 
 
@@ -349,24 +350,24 @@ def missing(folder):
 
 
 WRONG_IMAGES = {
-    "damaged": (damaged, DataError, r"image of row 2 of .* \(counted from 0\) cannot be read: cannot identify"),
-    "missing": (missing, DataError, "image of row 2 of .* cannot be read: .*No such file"),
-    "none": (lambda at: [*IMAGES[:2], None, *IMAGES[3:]], DataError, "Row 2 of .* has no image in 'image'"),
-    "numbers": (lambda at: list(range(ROWS)), InputError, "holds int64, and images are paths, bytes"),
+    "damaged": (damaged, DataError, (2, "images.parquet")),
+    "missing": (missing, DataError, ("row 2", "images.parquet", "2.png")),
+    "none": (lambda at: [*IMAGES[:2], None, *IMAGES[3:]], DataError, (2, "images.parquet", "'image'")),
+    "numbers": (lambda at: list(range(ROWS)), InputError, ("'image'", "int64")),
 }
 
 
-@pytest.mark.parametrize(("stored", "kind", "message"), table(WRONG_IMAGES))
-def test_images_that_cannot_be_read_are_named(stored, kind, message, home, tmp_path):
+@pytest.mark.parametrize(("stored", "kind", "mentions"), table(WRONG_IMAGES))
+def test_images_that_cannot_be_read_are_named(stored, kind, mentions, home, tmp_path):
     pq.write_table(pa.table({"image": stored(tmp_path), "label": LABELS}), tmp_path / "images.parquet")
-    with pytest.raises(kind, match=message):
+    with refused(kind, *mentions):
         first_batch(made(home, "vit", tmp_path / "images.parquet"))
 
 
 def test_a_folder_without_settings_of_images(home, tmp_path):
     shutil.copytree(home / "vit", tmp_path / "vit")
     (tmp_path / "vit" / "preprocessor_config.json").unlink()
-    with pytest.raises(InputError, match=r"has no preprocessor_config.json, so the size and scale"):
+    with refused(InputError, tmp_path / "vit", "preprocessor_config.json"):
         made(tmp_path, "vit", home / "data.parquet")
 
 

@@ -12,6 +12,7 @@ from eigentrace.loading import from_config, make_inputs
 from eigentrace.loading.settings_file import _KEYS
 from eigentrace.methods.by_name import method_names, settable
 from eigentrace.projection.engine import Compute
+from tests.helpers.expecting import refused
 from tests.helpers.small import table
 
 FILE = """
@@ -121,37 +122,35 @@ def test_every_setting_of_the_fit_is_one_of_the_method():
 
 
 WRONG = {
-    "misspelt": ("[fit]\nstep = 3", r"unknown setting 'step' in \[fit\]; did you mean steps"),
-    "elsewhere": ("[fit]\nshard_rows = 3", r"unknown setting 'shard_rows' in \[fit\]\. It belongs to \[score\]"),
-    "a section": ("[fits]\nsteps = 3", r"unknown section \[fits\]; did you mean fit\?"),
-    "no section": ("fit = 3", r"fit = 3, and \[fit\] is a section"),
-    "no input": ("[fit]\nsteps = 3", r"\[input\] lacks model, dataset, task"),
-    "half an input": ("[input]\nmodel = 'a'\ntask = 'seq2seq'", r"\[input\] lacks dataset\."),
-    "two inputs": ("[input]\nfunction = 'a:b'\nmodel = 'c'", "names the function a:b and gives model too"),
+    "misspelt": ("[fit]\nstep = 3", ("'step'", "[fit]", "steps")),
+    "elsewhere": ("[fit]\nshard_rows = 3", ("'shard_rows'", "[fit]", "[score]")),
+    "a section": ("[fits]\nsteps = 3", ("[fits]", "fit")),
+    "no section": ("fit = 3", ("fit = 3", "[fit]")),
+    "no input": ("[fit]\nsteps = 3", ("[input]", "model, dataset, task")),
+    "half an input": ("[input]\nmodel = 'a'\ntask = 'seq2seq'", ("[input]", "dataset.")),
+    "two inputs": ("[input]\nfunction = 'a:b'\nmodel = 'c'", ("a:b", "model")),
     "parameters of a function": (
         "[input]\nfunction = 'a:b'\n[fit]\nparams = 'all'",
-        r"gives params too.*\[input.args\]",
+        ("a:b", "params", "[input.args]"),
     ),
-    "arguments of nothing": (f"{FILE.replace('[fit]', '[input.args]')}", "unknown|are arguments of a function"),
-    "a date": ("[input]\nfunction = 'a:b'\nargs = {day = 2020-01-01}", "cannot be stored: .* is a date"),
-    "no TOML": ("[input", "is not TOML"),
+    "arguments of nothing": (f"{FILE.replace('[fit]', '[input.args]')}", ("input.args", "function")),
+    "a date": ("[input]\nfunction = 'a:b'\nargs = {day = 2020-01-01}", ("datetime.date(2020, 1, 1)",)),
+    "no TOML": ("[input", ("run.toml", "TOML")),
 }
 
 
-@pytest.mark.parametrize(("text", "message"), table(WRONG))
-def test_what_is_wrong_is_said(text, message, tmp_path):
+@pytest.mark.parametrize(("text", "mentions"), table(WRONG))
+def test_what_is_wrong_is_said(text, mentions, tmp_path):
     (tmp_path / "run.toml").write_text(text)
-    with pytest.raises(InputError, match=message):
+    with refused(InputError, *mentions):
         from_config(tmp_path / "run.toml")
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(InputError, match=r"There is no file of settings .*none\.toml"):
+    with refused(InputError, tmp_path / "none.toml"):
         from_config(tmp_path / "none.toml")
 
 
 def test_an_unknown_flag(path):
-    with pytest.raises(
-        InputError, match=r"the command line has an unknown setting 'sede' in \[fit\]; did you mean seed"
-    ):
+    with refused(InputError, "'sede'", "[fit]", "seed"):
         from_config(path, {"fit": {"sede": 1}})

@@ -19,6 +19,7 @@ from eigentrace.formats.records import open_records
 from eigentrace.loading import from_config, from_folder, make_inputs, show_of
 from eigentrace.loading.image_dataset import read_pixels
 from tests.helpers import make_folders
+from tests.helpers.expecting import refused
 from tests.helpers.make_folders import CLASSES
 from tests.helpers.pages import HOSTILE, pair_run
 from tests.helpers.small import table
@@ -131,9 +132,9 @@ def test_photographs_come_upright_and_small(home, tmp_path):
     assert found.shape == (512, 256, 3)
     assert found[10].min() > 200
     assert found[-10].max() < 50
-    with pytest.raises(DataError, match=r"The image of row 1 of .*photos\.parquet .* cannot be read"):
+    with refused(DataError, 1, "photos.parquet"):
         show([1])
-    with pytest.raises(DataError, match=r"Row 2 of .*photos\.parquet \(counted from 0\) has no image in 'image'"):
+    with refused(DataError, 2, "photos.parquet", "'image'"):
         show([2])
 
 
@@ -193,23 +194,23 @@ def test_images_as_arrays(home):
 
 
 WRONG = {
-    "nothing": ("bert", [], "No example was given"),
-    "no label": ("bert", [{"text": "a"}], "Example 0 lacks label: give text, label"),
-    "no target": ("t5", [given(0), {"text": "a"}], "Example 1 lacks target: give text, target"),
-    "no text": ("bert", [{"text": 3, "label": 0}], "text must be text, got int"),
-    "no such class": ("bert", [{"text": "a", "label": 3}], "no class 3: give a number from 0 to 2, or one of cat, dog"),
-    "no such name": ("bert", [{"text": "a", "label": "fish"}], "The model has no class 'fish'"),
-    "half a class": ("bert", [{"text": "a", "label": 0.5}], "The model has no class 0.5"),
-    "a path": ("vit", [{"image": "/etc/passwd", "label": 0}], "bytes of a file or an array of pixels, got str"),
-    "a path within": ("vit", [{"image": {"path": "/x"}, "label": 0}], "array of pixels, got dict"),
-    "no image": ("vit", [{"image": b"abc", "label": 0}], "The image cannot be read: .* Give a PNG, JPEG or WebP"),
+    "nothing": ("bert", [], ()),
+    "no label": ("bert", [{"text": "a"}], (0, "label", "text, label")),
+    "no target": ("t5", [given(0), {"text": "a"}], (1, "target", "text, target")),
+    "no text": ("bert", [{"text": 3, "label": 0}], ("text", "int")),
+    "no such class": ("bert", [{"text": "a", "label": 3}], (3, 0, 2, "cat, dog")),
+    "no such name": ("bert", [{"text": "a", "label": "fish"}], ("'fish'", "cat, dog")),
+    "half a class": ("bert", [{"text": "a", "label": 0.5}], (0.5, "cat, dog")),
+    "a path": ("vit", [{"image": "/etc/passwd", "label": 0}], ("str",)),
+    "a path within": ("vit", [{"image": {"path": "/x"}, "label": 0}], ("dict",)),
+    "no image": ("vit", [{"image": b"abc", "label": 0}], ("PNG", "JPEG", "WebP")),
 }
 
 
-@pytest.mark.parametrize(("name", "examples", "message"), table(WRONG))
-def test_what_cannot_be_asked_about_is_said(name, examples, message, home):
+@pytest.mark.parametrize(("name", "examples", "mentions"), table(WRONG))
+def test_what_cannot_be_asked_about_is_said(name, examples, mentions, home):
     read = from_folder(home / name, home / "data.parquet", TASKS[name], device="cpu").read
-    with pytest.raises(InputError, match=message):
+    with refused(InputError, *mentions):
         read(examples)
 
 
@@ -225,17 +226,17 @@ def bomb(side):
 
 
 OUTSIDE = {
-    "another format": (file_of(PIXELS[0], "gif"), "cannot be read"),
-    "half a file": (file_of(PIXELS[0])[:100], "cannot be read"),
-    "large": (bomb(4097), "more than 2²⁴ pixels"),
-    "larger than Pillow warns about": (bomb(9_600), "more than 2²⁴ pixels"),
-    "larger than Pillow opens": (bomb(13_500), "more than 2²⁴ pixels"),
+    "another format": (file_of(PIXELS[0], "gif"), ("PNG", "JPEG", "WebP")),
+    "half a file": (file_of(PIXELS[0])[:100], ("PNG", "JPEG", "WebP")),
+    "large": (bomb(4097), ("2²⁴",)),
+    "larger than Pillow warns about": (bomb(9_600), ("2²⁴",)),
+    "larger than Pillow opens": (bomb(13_500), ("2²⁴",)),
 }
 
 
-@pytest.mark.parametrize(("data", "message"), table(OUTSIDE))
-def test_what_is_not_decoded(data, message):
-    with pytest.raises(InputError, match=message):
+@pytest.mark.parametrize(("data", "mentions"), table(OUTSIDE))
+def test_what_is_not_decoded(data, mentions):
+    with refused(InputError, *mentions):
         read_pixels(data)
 
 
@@ -290,7 +291,7 @@ def test_tensors_that_look_like_images_are_shown(run):
 
 
 def test_what_is_shown_has_the_rows_of_the_data(run):
-    with pytest.raises(InputError, match="1 examples can be shown, and the data has 4"):
+    with refused(InputError, 1, 4):
         make_inputs(by_function(run, "short"), run)
 
 
@@ -305,7 +306,7 @@ def test_a_run_that_was_moved(run):
     assert len(make_inputs(how).data) == 4
     moved = run.rename(run.parent / "moved")
     assert len(make_inputs(how, moved).data) == 4
-    with pytest.raises(InputError, match=r"'\{run\}' begins with the directory of a run, and none is known here"):
+    with refused(InputError, "'{run}'"):
         make_inputs(by_function(moved))
 
 
