@@ -1,1 +1,1 @@
-"""The attribution methods: settings that know how to fit. `eigentrace/__init__.py` lists them."""
+"""The attribution methods: each is a dataclass of settings with a `fit`. `eigentrace/__init__.py` lists them."""

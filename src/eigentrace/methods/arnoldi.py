@@ -1,4 +1,4 @@
-"""The paper's method: diagonalise the curvature once in its dominant Krylov subspace, then score by K numbers."""
+"""The paper's method: diagonalise the curvature once in a Krylov subspace, then score examples by K features each."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -29,45 +29,52 @@ from eigentrace.settings import check_counts, settings_of
 from eigentrace.task.layout import normal
 from eigentrace.task.task import Task
 
-# Coordinates along which a shaped tail has its shape, unless told: beyond them energies are far below δ (docs/tail.md).
+# Default number of coordinates of a shaped tail: the energies of further ones are far below δ (docs/tail.md).
 SHAPED_COORDINATES = 1024
-# Settings that the iteration depends on, beside the basis and the curvature; the others say what is made of it.
+# Settings that the iteration depends on, besides the basis and the curvature. The others only affect its result.
 _OF_ITERATION = ("steps", "sample", "spread", "seed", "precision", "compile")
-# Examples whose losses tell whether an iteration is continued with the data and the loss it was begun with.
+# Number of examples whose losses are compared, to check that an iteration is resumed with the same data and loss.
 _COMPARED_ROWS = 64
 
 
 @dataclass(frozen=True)
 class Arnoldi:
-    """Influence from the top eigenpairs of the curvature, with what lies beyond them kept as one number."""
+    """Influence computed from the top K eigenpairs of the curvature, with one eigenvalue δ for all other directions."""
 
     steps: int = 200
-    """n, the number of curvature products."""
+    """n, the number of products with the curvature in the Krylov iteration. More steps give more accurate eigenpairs;
+    four times `keep` is a good start."""
     keep: int = 50
-    """K (the paper's p̃), the eigenpairs kept."""
+    """K (the paper's p̃), the number of eigenpairs to keep, those of largest |λ|; at most `steps`. Each example gets K
+    features."""
     curvature: Kind = "auto"
-    """"hessian", "gauss-newton", or "auto": the latter where the task knows its outputs."""
+    """The matrix to invert: "hessian"; "gauss-newton", which is positive semi-definite at any point of training and
+    needs a task with outputs; or "auto" for Gauss-Newton if the task has outputs, else the Hessian."""
     tail: Tail = "auto"
-    """δ that stands for all directions not kept: "auto" is |λ_K|, "shaped" adds the gradients' energy along
-    `coordinates` to it, None is the paper's truncation, or a number."""
+    """δ, the eigenvalue that is assumed for all directions that are not kept: "auto" for |λ_K|, or a positive number.
+    "shaped" adds the mean squared gradient along each of `coordinates` to δ. None ignores these directions, as the
+    paper does."""
     coordinates: int | float | None = None
-    """R, coordinates that stand for the tail: a count, or a share of its energy. None: 1024 if it is shaped, else 0."""
+    """R, the number of coordinates stored per example for the tail: a count, or a fraction of the tail's energy to
+    cover. None is 1024 for a shaped tail, and no coordinates otherwise."""
     positive_only: bool = False
-    """Drop directions of negative curvature after taking the top K, as the paper does at saddle points."""
+    """Drop eigenpairs with negative eigenvalues after taking the top K, as the paper does at saddle points."""
     sample: int | None = 8192
-    """Examples the curvature is taken on, drawn once; None for all of the data."""
+    """Number of examples that the curvature is averaged over, drawn once; None for all of the data."""
     spread: bool = False
     """Draw `sample` new examples at every step, as the paper does, instead of one fixed sample."""
     seed: int = 0
-    """Fixes the sample and the start vector."""
+    """Seed of the sample and the start vector."""
     precision: Precision = "fp32"
-    """"bf16" multiplies under autocast: faster on a GPU, about two digits."""
+    """"fp32", or "bf16" for products under autocast: faster on a GPU, accurate to about two digits."""
     basis: Basis = field(default_factory=Basis)
-    """Type, place and number of the Krylov vectors held."""
+    """Dtype and device of the Krylov vectors, and how many are stored before a restart; see `Basis`."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile the products: a minute or more at first, then about twice the speed. "auto" where that pays on a GPU."""
+    """Compile the products with torch.compile: takes a minute or more, then about doubles the speed. "auto" compiles
+    on a GPU if the time saved is expected to exceed the time of compiling."""
     reliability: bool = False
-    """Fit twice more, on disjoint halves of the sample, and keep how far their ranks agree as `fitted.reliability`."""
+    """Also fit on two disjoint halves of the sample, and report their rank agreement as `fitted.reliability`. This
+    takes about as long as another fit."""
 
     def __post_init__(self) -> None:
         check_counts(1, steps=self.steps, keep=self.keep)
@@ -82,28 +89,28 @@ class Arnoldi:
             raise InputError(f"basis must be an eigentrace.Basis, got {self.basis!r}.")
         if self.keep > self.steps:
             raise InputError(
-                f"keep={self.keep} eigenpairs cannot come from steps={self.steps} products. Raise steps (four times "
-                "keep is a good start), or lower keep."
+                f"keep={self.keep} eigenpairs cannot be computed from steps={self.steps} products: keep must be at "
+                "most steps. Raise steps (four times keep is a good start), or lower keep."
             )
         Cut(self.keep, self.tail, self.positive_only)
         if self.coordinates is not None:
             check_wanted(self.coordinates)
         if self.basis.max_vectors is not None and self.keep > self.basis.carried:
             raise InputError(
-                f"Restarting with {self.basis.carried} carried vectors cannot settle keep={self.keep} pairs. Raise "
-                "Basis(max_vectors, restart_keep), or lower keep."
+                f"Restarts that keep {self.basis.carried} vectors cannot find keep={self.keep} eigenpairs. Raise "
+                "max_vectors or restart_keep of Basis, or lower keep."
             )
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None, resume: str | Path | None = None) -> EigenFit:
-        """Diagonalise the curvature of the training loss; see `Method.fit` for the other arguments.
+        """Compute the top eigenpairs of the curvature of the training loss; see `Method.fit` for the first arguments.
 
         Args:
             task: The model and its loss.
             data: Training examples.
             num_train: N, if `data` is only part of the training set.
-            resume: A directory in which the iteration keeps its state, so that the same call goes on after a crash
-                and ends with the same eigenpairs. It takes as much room as the basis (with restarts, 1.6 times as
-                much), and stays when the fit is done: remove it once the fit is saved.
+            resume: Directory for the state of the iteration. After a crash, the same call resumes from it and returns
+                the same eigenpairs. It takes as much disk space as the basis (1.6 times as much with restarts) and is
+                not deleted at the end: remove it once the fit is saved.
         """
         task, data, size = ready(task, data, num_train)
         generator = generator_of(self.seed)
@@ -126,7 +133,7 @@ class Arnoldi:
         return nullcontext() if path is None else opened(path, self._identity(task, data, size), generator)
 
     def _identity(self, task: Task, data: Data, size: int) -> dict[str, Any]:
-        """Describe all that the iteration depends on, so that it is never continued with something else."""
+        """Describe everything the iteration depends on, so that it is never resumed with different inputs."""
         settings = settings_of(self)
         basis = {f"basis {name}": value for name, value in settings_of(self.basis).items() if name != "name"}
         return {
@@ -142,12 +149,12 @@ class Arnoldi:
         }
 
     def _krylov(self, task: Task, data: Data, generator: torch.Generator, saved: SavedIteration | None) -> Krylov:
-        """Iterate, or go on with a saved iteration; one that has ended needs neither checks nor products."""
+        """Run or resume the iteration; a finished one is loaded without checks or products."""
         done = None if saved is None else finished(saved, task.vector, self.steps, basis=self.basis)
         if done is not None:
             return done
         curvature = self._curvature(task, data, generator, saved)
-        # Drawn whether or not it is needed, so that what is drawn after it is the same.
+        # Always drawn, even if a resumed iteration does not use it, so that later draws stay the same.
         start = start_vector(task, generator)
         if saved is not None:
             saved.begin(compile=curvature.compile)
@@ -160,21 +167,21 @@ class Arnoldi:
         rows = None if self.sample is None else data.sample(self.sample, generator)
         curvature = Curvature(task, data, rows, resolve_kind(self.curvature, task), self.precision)
         curvature = check_curvature(curvature, generator)
-        # Whether compiling pays is measured: an iteration goes on with what was found when it began.
+        # "auto" decides by measuring times: a resumed iteration reuses the decision from its start.
         wanted = self.compile if saved is None else saved.chosen("compile", self.compile)
         return replace(curvature, compile=compiling_pays(curvature, self.steps) if wanted == "auto" else wanted)
 
 
 def start_vector(task: Task, generator: torch.Generator) -> Tensor:  # (P,)
-    """Draw where an iteration begins."""
+    """Draw the start vector of an iteration."""
     return normal((task.layout.numel,), generator, task.layout)
 
 
 def _some_losses(task: Task, data: Data) -> list[float]:
-    """Take the losses of a few rows spread over the data."""
+    """Return the losses of a few examples at even distances in the data."""
     rows = np.unique(np.linspace(0, len(data) - 1, _COMPARED_ROWS).astype(np.int64))
     batches = (task.place(batch.values) for batch in data.batches(rows))
-    # Losses that are not finite are told of by the checks if they matter; JSON has no place for them.
+    # Non-finite losses become 0, which JSON can store; if they matter, the task's checks report them.
     found = [task.losses(task.params, batch).double().nan_to_num(0.0, 0.0, 0.0).tolist() for batch in batches]
     return [loss for losses in found for loss in losses]
 
@@ -182,7 +189,7 @@ def _some_losses(task: Task, data: Data) -> list[float]:
 def _spread(curvature: Curvature, sample: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
     def matvec(v: Tensor) -> Tensor:
         rows = curvature.data.sample(sample, generator)
-        # `_held` belongs to the rows: a new draw needs a new list.
+        # `_held` contains the examples of `rows`: a new draw needs a new list.
         return replace(curvature, rows=rows, hold=False).matvec(v)
 
     return matvec

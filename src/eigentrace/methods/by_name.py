@@ -1,4 +1,4 @@
-"""Methods by their names, for files of settings and the command line."""
+"""Looking up methods by name, for settings files and the command line."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from eigentrace.errors import InputError
 from eigentrace.methods.method import Method
 
 DEFAULT = "Arnoldi"
-"""The method where none is named."""
+"""The method used if none is named."""
 
 
 def method_names() -> list[str]:
@@ -23,12 +23,12 @@ def _is_method(one: Any) -> bool:
 
 
 def method_type(name: Any) -> Any:
-    """Return the class of a method; capitals and hyphens in its name do not matter."""
+    """Return the class of a method by name (case-insensitive, hyphens and underscores ignored)."""
     known = {_plain(one): one for one in method_names()}
     if not isinstance(name, str) or _plain(name) not in known:
         near = get_close_matches(_plain(str(name)), list(known), n=2, cutoff=0.5)
         hint = f"; did you mean {' or '.join(known[one] for one in near)}?" if near else "."
-        raise InputError(f"There is no method {name!r}{hint} Methods are {', '.join(known.values())}.")
+        raise InputError(f"There is no method {name!r}{hint} The methods are {', '.join(known.values())}.")
     return getattr(eigentrace, known[_plain(name)])
 
 
@@ -37,7 +37,7 @@ def _plain(name: str) -> str:
 
 
 def settable(name: Any = DEFAULT) -> tuple[str, ...]:
-    """Name the settings of a method that text can give: those whose default is no object."""
+    """Return the names of a method's settings that can be given as text: those whose default is not an object."""
     fields = dataclasses.fields(method_type(name))
     return tuple(field.name for field in fields if not _is_object(field))
 
@@ -47,11 +47,14 @@ def _is_object(field: dataclasses.Field) -> bool:
 
 
 def make_method(settings: Mapping[str, Any]) -> Method:
-    """Make a method of its settings, which name it under "method"."""
+    """Create a method from its settings; the key "method" contains its name."""
     given = dict(settings)
     kind = method_type(given.pop("method", DEFAULT))
     needed = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
     missing = sorted(name for name in needed & set(settable(kind.__name__)) if name not in given)
     if missing:
-        raise InputError(f"{kind.__name__} needs {', '.join(missing)}: give it under [fit], or with --set.")
+        raise InputError(
+            f"{kind.__name__} needs the setting {', '.join(missing)}: set it under [fit] in the settings file, or "
+            "with --set."
+        )
     return kind(**given)

@@ -1,4 +1,4 @@
-"""The exact inverse Hessian, for models small enough to write it down."""
+"""The exact inverse Hessian, for models small enough to store it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,33 +20,35 @@ from eigentrace.progress import track
 from eigentrace.settings import check_counts, check_not_negative, settings_of
 from eigentrace.task.task import Task
 
-# Products that are computed between two looks at the progress bar.
+# Products computed between two updates of the progress bar.
 _COLUMNS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class ExactHessian:
-    """Influence with the whole Hessian in float64: the reference the others are measured by."""
+    """Influence computed with the whole Hessian in float64: the reference that other methods are compared with."""
 
     damping: float = 0.0
-    """Added to every eigenvalue before inverting."""
+    """Number to add to every eigenvalue before inverting."""
     curvature: Kind = "hessian"
-    """"hessian", "gauss-newton" or "auto"."""
+    """The matrix to invert: "hessian"; "gauss-newton", which needs a task with outputs; or "auto" for Gauss-Newton if
+    the task has outputs, else the Hessian."""
     max_params: int = 10_000
-    """Refuse above this many parameters: the matrix takes 8·P² bytes and the eigensolver P³ operations."""
+    """Largest number of selected parameters P to accept: the matrix takes 8·P² bytes, the eigensolver about P³
+    operations."""
 
     def __post_init__(self) -> None:
         check_not_negative(damping=self.damping)
         check_counts(1, max_params=self.max_params)
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> EigenFit:
-        """Write the Hessian of all of the data down and diagonalise it; see `Method.fit` for the arguments."""
+        """Compute the Hessian of the mean loss of all of `data` and diagonalise it; see `Method.fit` for arguments."""
         size = task.layout.numel if isinstance(task, Task) else 0
         if size > self.max_params:
             raise InputError(
-                f"The exact Hessian of {size:,} parameters takes {8 * size**2 / 2**30:.3g} GiB, several times over "
-                f"while it is diagonalised; this method stops at {self.max_params:,}. Select fewer with Task(params=), "
-                "raise max_params, or use Arnoldi."
+                f"The exact Hessian of {size:,} parameters takes {8 * size**2 / 2**30:.3g} GiB, and several times that "
+                f"to diagonalise; at most max_params={self.max_params:,} are accepted. Select fewer parameters with "
+                "Task(params=), raise max_params, or use Arnoldi."
             )
         task, data, num_train = ready(task, data, num_train)
         task = task.double()
@@ -58,8 +60,8 @@ class ExactHessian:
         values = values + self.damping
         if values.abs().min() <= 1e-12 * values.abs().max():
             raise NumericalError(
-                f"The Hessian is singular: its smallest |eigenvalue| is {values.abs().min():.2g} against "
-                f"{values.abs().max():.2g}. Give damping, or the l2 the model was trained with."
+                f"The Hessian is singular: its smallest |eigenvalue| is {values.abs().min():.2g}, its largest "
+                f"{values.abs().max():.2g}. Set damping, or pass Task the l2 that the model was trained with."
             )
         order = values.abs().argsort(descending=True)
         spectrum = Spectrum(
@@ -76,7 +78,8 @@ def _check_double(task: Task, data: Data) -> None:
     except RuntimeError as error:
         raise TaskError(
             f"The model does not run in float64: {error} | Something in the model or the loss is fixed to float32, "
-            "such as x.float() or class weights. Follow the parameters (x.to(weight.dtype)), or give a float64 model."
+            "such as x.float() or class weights. Use the dtype of the parameters (x.to(weight.dtype)), or pass a "
+            "float64 model."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The paper's appendix: Arnoldi on the inverse curvature, each product an iterative solve."""
+"""The method of the paper's appendix: Arnoldi on the inverse curvature, each product an iterative solve."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,16 +18,16 @@ from eigentrace.task.task import Task
 
 @dataclass(frozen=True)
 class InverseArnoldi:
-    """The paper's appendix: Arnoldi on H⁻¹, each product an iterative solve. A reference, not a recommendation."""
+    """Arnoldi on H⁻¹, from the paper's appendix: each product is an iterative solve. For comparison, not for use."""
 
     steps: int = 50
-    """Products with H⁻¹."""
+    """Number of products with H⁻¹ in the Krylov iteration."""
     keep: int = 10
-    """K, the eigenpairs of H⁻¹ kept."""
+    """K, the number of eigenpairs of H⁻¹ to keep, those of largest |λ|; at most `steps`."""
     solver: Lissa = field(default_factory=lambda: Lissa(depth=50))
-    """How each product is solved."""
+    """Settings of the solver that computes each product; its `curvature` is the one inverted."""
     seed: int = 0
-    """Fixes the start vector."""
+    """Seed of the start vector; the solver has its own."""
 
     def __post_init__(self) -> None:
         check_counts(1, steps=self.steps, keep=self.keep)
@@ -35,10 +35,13 @@ class InverseArnoldi:
         if not isinstance(self.solver, Lissa):
             raise InputError(f"solver must be an eigentrace.Lissa, got {self.solver!r}.")
         if self.keep > self.steps:
-            raise InputError(f"keep={self.keep} eigenpairs cannot come from steps={self.steps} products: raise steps.")
+            raise InputError(
+                f"keep={self.keep} eigenpairs cannot be computed from steps={self.steps} products: keep must be at "
+                "most steps. Raise steps, or lower keep."
+            )
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> DirectionsFit:
-        """Diagonalise the inverse curvature; see `Method.fit` for the arguments."""
+        """Compute the top eigenpairs of the inverse curvature; see `Method.fit` for the arguments."""
         solved = self.solver.fit(task, data, num_train=num_train)
         task = solved.task
         start = start_vector(task, generator_of(self.seed))
@@ -46,6 +49,6 @@ class InverseArnoldi:
             krylov = arnoldi(lambda v: solved.solve(v[None])[0], start, self.steps)
             eigenpairs = top_eigenpairs(krylov, self.keep)
         directions = DenseDirections(eigenpairs.directions, task.layout)
-        # Eigenvalues of H⁻¹ multiply, where those of H divide.
+        # Scores are multiplied by the eigenvalues of H⁻¹, where Arnoldi divides by those of H.
         block = Block(directions, eigenpairs.spectrum.eigenvalues)
         return DirectionsFit(task, (block,), settings_of(self), solved.num_train, has_curvature=True)

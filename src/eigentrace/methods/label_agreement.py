@@ -1,4 +1,4 @@
-"""Fits that hold one example against all others: do they back its label?"""
+"""Fits that score how well the other examples support each label."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,15 +18,15 @@ from eigentrace.projection.engine import Compute
 from eigentrace.task.checks import check_losses
 from eigentrace.task.task import Task, Values
 
-# Losses and margins of one example agree to rounding if the loss is cross-entropy, in bfloat16 parameters too.
+# For cross-entropy, the loss follows from the margin up to rounding; the tolerance covers bfloat16 parameters.
 _CROSS_ENTROPY_TOL = 1e-2
 
 
 def labels_of(task: Task, logits: Tensor, batch: Any) -> Tensor:  # (B, classes) -> (B,)
-    """Read the labels off the loss: where logits are 0, 1, 2, …, it is a constant less the number of the class.
+    """Return the labels, computed from the loss: at logits 0, 1, 2, …, cross-entropy is a constant minus the label.
 
-    Tasks know losses, not labels. This asks for no derivative, so that it works inside every transform; -1 stands for
-    a label that is no class.
+    A task has losses, not labels. No derivative is needed, so this works inside every transform. The result is -1 if
+    a label is not a class.
     """
     classes = logits.shape[-1]
     ramp = torch.arange(classes, dtype=torch.float64, device=logits.device)
@@ -35,25 +35,25 @@ def labels_of(task: Task, logits: Tensor, batch: Any) -> Tensor:  # (B, classes)
 
 
 def margins(task: Task, values: Values, batch: Any) -> Tensor:  # (B,)
-    """Take each example's margin: the logit of its label above the log-sum-exp of all others.
+    """Return each example's margin: the logit of its label minus the log-sum-exp of all other logits.
 
-    Cross-entropy is log(1 + exp(−margin)), so both have gradients along one line; the margin's does not vanish when
-    the example is fitted.
+    Cross-entropy is log(1 + exp(−margin)), so the gradients of both are parallel; that of the margin does not vanish
+    when the example is fitted.
     """
     logits = _wide(task.outputs(values, batch))
     labels = labels_of(task, logits, batch)
     own = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
     chosen = torch.where(own, logits, 0.0).sum(dim=1)
     others = logits.masked_fill(own, -torch.inf).logsumexp(dim=1)
-    # Times NaN, so that an unknown label is reported with its row as everywhere else.
+    # NaN for an unknown label, which is then reported with its row, like any loss that is not finite.
     return (chosen - others) * torch.where(labels >= 0, 1.0, torch.nan).to(logits.dtype)
 
 
 def check_classifier(task: Task, data: Data, what: str) -> int:
-    """Refuse tasks whose loss is not the cross-entropy of (B, classes) outputs; return the number of classes."""
+    """Return the number of classes; raise UnsupportedError unless the loss is cross-entropy of (B, classes) outputs."""
     if not task.has_outputs:
         raise UnsupportedError(
-            f"{what} needs the logits of a classifier, and this task gives only `loss`. Use "
+            f"{what} needs the logits of a classifier, but this task has only `loss`. Use "
             "eigentrace.classification(model), or Task(model, outputs=, output_loss=)."
         )
     first = data.first(8)
@@ -61,31 +61,34 @@ def check_classifier(task: Task, data: Data, what: str) -> int:
     logits = task.outputs(task.params, batch)
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < 2:
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise UnsupportedError(f"{what} needs outputs of shape (B, classes), at least two classes, and got {shape}.")
+        raise UnsupportedError(
+            f"{what} needs outputs of shape (B, classes) with at least two classes, got {shape}. Use a task whose "
+            "outputs are the logits of a classifier, or another method."
+        )
     try:
         expected = torch.nn.functional.softplus(-margins(task, task.params, batch))
     except RuntimeError as error:
         raise TaskError(
-            f"The task's output_loss does not take float64 outputs: {error} | Let it follow their type."
+            f"The task's output_loss failed on float64 outputs: {error} | Make it use the dtype of the outputs."
         ) from error
     losses = task.losses(task.params, batch).to(expected.dtype)
     if not torch.allclose(expected, losses, rtol=_CROSS_ENTROPY_TOL, atol=_CROSS_ENTROPY_TOL):
         raise UnsupportedError(
-            f"{what} needs plain cross-entropy, and this task's loss of row {first.rows[0]} is {losses[0]:.4g} where "
-            f"cross-entropy is {expected[0]:.4g}. Leave out class weights and label smoothing."
+            f"{what} needs plain cross-entropy, but this task's loss of row {first.rows[0]} is {losses[0]:.4g} and "
+            f"cross-entropy is {expected[0]:.4g}. Use a loss without class weights and label smoothing."
         )
     return logits.shape[1]
 
 
 def job_of(task: Task, function: Any, directions: Directions | None, norms: bool, compute: Compute) -> Job:
-    """Make a job that differentiates `function(task, values, batch)` of the task in the precision asked for."""
+    """Create a job that differentiates `function(task, values, batch)`, with the task in the precision of `compute`."""
     job = Job.of(task, "losses", directions, norms, compute)
     return Job(job.task, partial(function, job.task), job.directions, norms, compute)
 
 
 @dataclass(frozen=True)
 class SupportFit(Fitted):
-    """The sum of everybody's unit margin gradients, against which each example is held."""
+    """The sum of the unit margin gradients of all training examples, with which each example is compared."""
 
     task: Task
     total: Tensor  # (P,)
@@ -94,7 +97,7 @@ class SupportFit(Fitted):
     has_curvature: bool = False
 
     def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
-        """Score training examples: each is taken to be one of those summed up, and taken out again."""
+        """Score training examples; each is assumed to be part of the sum, and its own share is subtracted."""
         scores = torch.empty(len(data), dtype=self.task.layout.dtype, device="cpu")
         with self.task.session():
             total = DenseDirections(self.total[None], self.task.layout)
@@ -107,7 +110,7 @@ class SupportFit(Fitted):
 
 @dataclass(frozen=True)
 class Features:
-    """What examples are described by: gradients of functions of the logits, projected, side by side, at unit length."""
+    """Features of examples: projected gradients of functions of the logits, concatenated and scaled to unit norm."""
 
     task: Task
     directions: DenseDirections
@@ -115,7 +118,7 @@ class Features:
 
     def of(self, data: Data, compute: Compute) -> Iterator[tuple[Batch, Tensor, Tensor]]:
         """Yield batches with features (B, F·K) and centred one-hot labels (B, classes), both float64."""
-        # One size of batch for all passes, which go side by side.
+        # All passes run in step, so they need the same batches.
         compute = replace(compute, batch="data") if compute.batch == "auto" else compute
         passes = [
             project(
@@ -139,7 +142,7 @@ class Features:
 
 @dataclass(frozen=True)
 class TangentFit(Fitted):
-    """A ridge regression of labels on features, with what leaving one example out needs."""
+    """A ridge regression of labels on features, with the matrices for leave-one-out predictions."""
 
     task: Task
     described: Features
@@ -150,7 +153,7 @@ class TangentFit(Fitted):
     has_curvature: bool = False
 
     def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
-        """Score training examples: each is taken to be one of those regressed on, and left out again."""
+        """Score training examples; each is assumed to be part of the regression, and is left out of its prediction."""
         scores = torch.empty(len(data), dtype=self.task.layout.dtype, device="cpu")
         with self.task.session():
             for batch, psi, targets in self.described.of(data, compute):
@@ -162,12 +165,12 @@ class TangentFit(Fitted):
 
 
 def leverage(psi: Tensor, inverse: Tensor) -> Tensor:  # (B, D), (D, D) -> (B,)
-    """Return how far each example determines its own prediction, between 0 and 1."""
+    """Return the leverage of each example, its weight in its own prediction, between 0 and 1."""
     return ((psi @ inverse) * psi).sum(dim=1)
 
 
 def left_out(predicted: Tensor, targets: Tensor, own: Tensor) -> Tensor:  # (B, classes)
-    """Predict each example by a regression without it: (ŷ − h·y)/(1 − h)."""
+    """Return the leave-one-out prediction of each example, (ŷ − h·y)/(1 − h) with the leverage h in `own`."""
     return (predicted - own[:, None] * targets) / (1 - own[:, None]).clamp_min(torch.finfo(own.dtype).eps)
 
 

@@ -1,4 +1,4 @@
-"""Losses of every example collected while training: what was learned late, for the price of an evaluation pass each."""
+"""Losses of every example recorded while training, which show what was learned late; one evaluation pass per record."""
 
 import random
 import warnings
@@ -25,26 +25,26 @@ from eigentrace.version import __version__
 
 TaskOf = Task | Callable[[nn.Module], Task]
 _KIND = "losses"
-# Examples whose numbers tell whether a record on disk belongs to the data at hand.
+# Number of examples that are hashed to check that a record on disk belongs to the same data.
 _LOOKED_AT = 8
 
 
 @dataclass(frozen=True)
 class LossHistory:
-    """Losses of all examples at several steps of a training."""
+    """Losses of all examples at several steps of a training run."""
 
-    values: Tensor  # (C, N) float32, in the order of the steps
+    values: Tensor  # (C, N) float32, in the order of `steps`
     steps: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if self.values.ndim != 2 or len(self.values) != len(self.steps) or not self.steps:
             raise InputError(
-                f"A history has one row of losses per step and at least one step, got values of shape "
-                f"{tuple(self.values.shape)} for {len(self.steps)} steps. Record at least once."
+                f"values must have shape (steps, examples) with one row of losses per step and at least one step, got "
+                f"shape {tuple(self.values.shape)} for {len(self.steps)} steps. Record at least once."
             )
 
     def mean(self) -> Tensor:  # (N,)
-        """Average over the steps: high for examples that were learned late, or never."""
+        """Return each example's mean loss over the steps: high if it was learned late, or never."""
         return self.values.double().mean(dim=0).to(self.values.dtype)
 
     def last(self) -> Tensor:  # (N,)
@@ -53,31 +53,34 @@ class LossHistory:
 
     @staticmethod
     def load(path: str | Path) -> "LossHistory":
-        """Read what a `LossTracker` wrote."""
+        """Load a record that a `LossTracker` wrote."""
         path = Path(path)
         manifest = read_manifest(path, _KIND)
         found = _read_steps(path, manifest["num_examples"])
         if not found:
-            raise InputError(f"{path} holds no recorded step yet: record at least once.")
+            raise InputError(f"{path} contains no recorded step yet: call LossTracker.record at least once.")
         return _history(found)
 
 
 class LossTracker:
-    """Collects every example's loss while a model trains, in any loop.
+    """A recorder of every example's loss while a model trains, for any training loop.
 
     Args:
-        task: The task, or what makes one of the model in training: `eigentrace.classification`, or
+        task: The task, or a function that makes a task of the model in training: `eigentrace.classification`, or
             `lambda model: eigentrace.Task(model, my_loss)`.
         data: The training examples in a fixed order, without random augmentation.
-        path: A directory to keep the record in. If it exists already the record goes on where it stopped.
+        path: A directory to store the record in; if it exists, the record is continued.
 
-    Evaluating leaves the model as found: its mode, buffers and gradients, and all random states. Call `record` once
-    per epoch, or oftener early on, when examples still differ.
+    Recording does not change the model's mode, buffers or gradients, nor any random state. Call `record` once per
+    epoch, or more often early in training, when losses differ most between examples.
     """
 
     def __init__(self, task: TaskOf, data: Any, path: str | Path | None = None) -> None:
         if not isinstance(task, Task) and not callable(task):
-            raise InputError(f"task must be a Task or a function that makes one of a model, got {task!r}.")
+            raise InputError(
+                f"task must be a Task or a function that makes a Task of a model, got {task!r}. Pass for example "
+                "eigentrace.classification."
+            )
         self.data: Data = as_data(data)
         self.path = None if path is None else Path(path)
         self._task = task
@@ -88,12 +91,12 @@ class LossTracker:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps recorded so far, ascending."""
+        """The steps recorded so far, in ascending order."""
         return tuple(sorted(self._found))
 
     @property
     def history(self) -> LossHistory:
-        """Everything recorded so far."""
+        """The losses recorded so far, with their steps."""
         if not self._found:
             raise InputError("Nothing has been recorded yet: call record(model) after an epoch.")
         return _history(self._found)
@@ -104,7 +107,7 @@ class LossTracker:
         return self.history.values
 
     def mean(self) -> Tensor:  # (N,)
-        """Average over the recorded steps: high for examples that were learned late, or never."""
+        """Return each example's mean loss over the recorded steps: high if it was learned late, or never."""
         return self.history.mean()
 
     def last(self) -> Tensor:  # (N,)
@@ -112,15 +115,15 @@ class LossTracker:
         return self.history.last()
 
     def record(self, model: nn.Module | None = None, step: int | None = None) -> bool:
-        """Evaluate the loss of every example now.
+        """Evaluate and record the current loss of every example.
 
         Args:
-            model: The model in training; may be left out if the tracker was given a `Task`.
-            step: What this moment is called, such as the epoch; counted on from the last one if not given. A step
-                that is on record, from before a restart say, is not evaluated again.
+            model: The model in training; not needed if the tracker has a `Task` of it.
+            step: The number of this record, such as the epoch; by default, one more than the last. A step that is
+                recorded already, for example before a restart, is not evaluated again.
 
         Returns:
-            Whether anything was evaluated.
+            Whether the losses were evaluated.
         """
         step = (self.steps[-1] + 1 if self._found else 0) if step is None else step
         check_counts(0, step=step)
@@ -135,7 +138,7 @@ class LossTracker:
         return True
 
     def save(self, path: str | Path) -> None:
-        """Write the record to a new directory, to be read by `LossHistory.load` or recorded on with `LossTracker`."""
+        """Write the record to a new directory, for `LossHistory.load` or for another `LossTracker` to continue."""
         history = self.history
         files = {_name(step): {"losses": row} for step, row in zip(history.steps, history.values, strict=True)}
         write_directory(Path(path), self._manifest(), files)
@@ -145,15 +148,18 @@ class LossTracker:
         if isinstance(self._task, Task):
             if bare is not None and bare is not self._task.model:
                 raise InputError(
-                    "record got another model than the one of the tracker's task. Give LossTracker a function that "
-                    "makes a task of the model, such as eigentrace.classification."
+                    "record got another model than the one of the tracker's task. Pass that model, or create the "
+                    "LossTracker with a function that makes a task of a model, such as eigentrace.classification."
                 )
             return self._task
         if bare is None:
-            raise InputError("record needs the model: this tracker was given a function that makes a task of one.")
+            raise InputError(
+                "record needs the model, because this tracker was created with a function that makes a task of it: "
+                "call record(model)."
+            )
         task = self._task(bare)
         if not isinstance(task, Task):
-            raise InputError(f"The tracker's function must make a Task of the model, got {type(task).__name__}.")
+            raise InputError(f"The tracker's function must return a Task of the model, got {type(task).__name__}.")
         return task
 
     def _manifest(self) -> dict[str, Any]:
@@ -171,26 +177,26 @@ class LossTracker:
             try:
                 write_directory(path, expected, {})
             except (InputError, StorageError):
-                if not path.exists():  # else another process of the same training was quicker
+                if not path.exists():  # else another process of the same training run created it first
                     raise
         manifest = read_manifest(path, _KIND)
         for key in ("num_examples", "first_examples"):
             if manifest.get(key) != expected[key]:
                 raise MismatchError(
-                    f"The record at {path} was made of other data ({key} differs: {manifest.get(key)} there, "
-                    f"{expected[key]} here). Give the same examples in the same order, or another path."
+                    f"The record at {path} was created with other data ({key} differs: {manifest.get(key)} there, "
+                    f"{expected[key]} here). Pass the same examples in the same order, or use another path."
                 )
         self._found = _read_steps(path, len(self.data))
 
 
 def loss_callback(tracker: LossTracker, every: int | None = None) -> Any:
-    """Make a callback for the Hugging Face `Trainer` that records at the end of every epoch.
+    """Create a callback for the Hugging Face `Trainer` that records losses at the end of every epoch.
 
-    Needs the extra `[hf]`. With several processes only the first records; the model must be whole there.
+    Needs the extra `[hf]`. With several processes only the first one records; it must hold the whole model.
 
     Args:
-        tracker: Collects; steps are the Trainer's, so that a run that was resumed counts none twice.
-        every: Record every so many steps instead of every epoch.
+        tracker: Records the losses; steps are the Trainer's, so that resuming a run records none twice.
+        every: Record every `every` steps instead of every epoch.
     """
     from transformers import TrainerCallback
 
@@ -216,8 +222,8 @@ def loss_callback(tracker: LossTracker, every: int | None = None) -> Any:
 def _warn_of_earlier(tracker: LossTracker) -> None:
     where = "The tracker" if tracker.path is None else f"The record at {tracker.path}"
     warnings.warn(
-        f"{where} holds losses of {len(tracker.steps)} steps up to {tracker.steps[-1]} already, and a training begins "
-        "at step 0: steps on record keep their losses and are not evaluated again. If they are of another training, "
+        f"{where} has losses of {len(tracker.steps)} steps up to {tracker.steps[-1]} already, but training starts at "
+        "step 0: recorded steps keep their losses and are not evaluated again. If they belong to another training run, "
         "give LossTracker a new path.",
         EigentraceWarning,
         stacklevel=2,
@@ -234,9 +240,9 @@ def _name(step: int) -> str:
 
 
 def _append(path: Path, step: int, losses: Tensor) -> None:
-    """Add a step to a record: first a folder under another name, of which only whole files are moved over."""
+    """Add a step to a record: write the file to a temporary folder, then move it into the record."""
     staging = path / f".step-{step:012d}"
-    if staging.exists():  # a run that was killed while writing
+    if staging.exists():  # left by a process that was killed while writing
         for file in staging.iterdir():
             file.unlink()
         staging.rmdir()
@@ -253,7 +259,10 @@ def _read_steps(path: Path, num_examples: int) -> dict[int, Tensor]:
         losses = read_tensors(file).get("losses")
         if losses is None or losses.shape != (num_examples,):
             shape = None if losses is None else tuple(losses.shape)
-            raise MismatchError(f"{file} holds losses of shape {shape}, expected ({num_examples},). Remove it.")
+            raise MismatchError(
+                f"{file} contains losses of shape {shape}, expected ({num_examples},). Remove the file to record this "
+                "step again."
+            )
         found[int(file.stem.removeprefix("step-"))] = losses
     return found
 
@@ -264,7 +273,7 @@ def _first_examples(data: Data) -> str:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model under what training tools put around it."""
+    """Return the model inside the wrappers of DistributedDataParallel, DataParallel and torch.compile."""
     while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         model = model.module
     return getattr(model, "_orig_mod", model)
@@ -272,7 +281,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _random_states() -> Iterator[None]:
-    """Put Python's, numpy's and torch's random states back: reading data may draw from any of them."""
+    """Restore the random states of Python, numpy and torch at the end: loading data may draw from any of them."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

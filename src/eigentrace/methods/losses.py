@@ -1,4 +1,4 @@
-"""Scores without gradients: the loss now, over the training, or under random changes of the inputs."""
+"""Scores without gradients: the loss, its mean over checkpoints, or its mean over random changes of the inputs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ from eigentrace.task.checks import check_losses, name_loader, note_batch
 from eigentrace.task.task import Task
 
 Change = Callable[[Any, np.ndarray], Any]
-"""Changes a placed batch, by the rows of its examples."""
+"""A function of a placed batch and the rows of its examples that returns a changed batch."""
 
 
 def losses_of(task: Task, data: Data, change: Change | None = None, first: int = 0) -> Tensor:  # (N,) float64
-    """Evaluate the loss of every example, changed if a change is given, in the caller's session.
+    """Evaluate the loss of every example, within a session of the task that the caller has opened.
 
     Args:
-        task: At the parameters asked about.
+        task: The task, at the parameters to evaluate.
         data: The examples.
-        change: What is done to each batch before.
-        first: The row that the change takes the first example for, where the data is a part of some other.
+        change: Applied to each batch before the model, if given.
+        first: Row of the first example, if `data` is part of a larger dataset; passed to `change`.
     """
     losses = torch.empty(len(data), dtype=torch.float64, device="cpu")
     for batch in track(data.batches(), "Losses", len(data), len):
@@ -52,21 +52,22 @@ def losses_of(task: Task, data: Data, change: Change | None = None, first: int =
 
 @dataclass(frozen=True)
 class LossFit(Fitted):
-    """The loss of each example as its score, averaged over states of the model and over changes of the inputs."""
+    """Losses as scores, averaged over checkpoints of the model and over changes of the inputs."""
 
     task: Task
     method: dict[str, Any]
     num_train: int
     states: tuple[Checkpoint | None, ...] = (None,)
-    """Where Θ is taken; the model's own parameters if None."""
+    """Checkpoints to average over; None is the model's own parameters."""
     changes: tuple[Change | None, ...] = (None,)
+    """Changes of the inputs to average over; None is the inputs as they are."""
     has_curvature: bool = False
 
     def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
         return self._mean(data, 0)
 
     def scores_of_rows(self, data: Data, rows: range, compute: Compute) -> Tensor:  # (n,)
-        """Score a stretch of rows; what is done to an example depends on its row in all of the data."""
+        """Score consecutive rows; the change of an example depends on its row in the whole data."""
         return self._mean(data.take(rows), rows.start)
 
     def _mean(self, data: Data, first: int) -> Tensor:  # (N,)
@@ -81,7 +82,7 @@ class LossFit(Fitted):
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of each example. On easy noise it beats every influence method: always look at it beside them."""
+    """The loss of each example: a baseline that finds easy label noise better than any influence method."""
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> LossFit:
         """Check the task; see `Method.fit` for the arguments."""
@@ -91,15 +92,15 @@ class Loss:
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """The loss of each example, averaged over checkpoints of the training: high for what was learned late.
+    """The loss of each example, averaged over checkpoints of its training: high for what was learned late.
 
-    The final loss is blind to noise that was memorised; the mean over the way there is not. It is the early checkpoints
-    that tell: some must be from before the last examples were fitted. `eigentrace.LossTracker` collects the same
-    number while training, without keeping checkpoints.
+    The final loss does not show noise that was memorised, but the mean over training does. It needs early checkpoints,
+    from before the last examples were fitted. `eigentrace.LossTracker` records the same number while training, without
+    storing checkpoints.
     """
 
     checkpoints: Source | Sequence[Source]
-    """State dicts, files, Hugging Face or Lightning folders."""
+    """The checkpoints: state dicts, files, or folders written by Hugging Face or Lightning; one, or a list."""
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> LossFit:
         """Check every checkpoint against the model; see `Method.fit` for the arguments."""
@@ -115,26 +116,27 @@ Augment = Callable[[Any, np.ndarray, int], Any]
 
 @dataclass(frozen=True)
 class FlipsAndShifts:
-    """Mirror images with even chances, and shift them by a few pixels, filling up with zeros.
+    """Random changes of images: mirror with probability 1/2, then shift by a few pixels, padding with zeros.
 
-    What happens to an example depends on its row and the seed alone, never on the batch it comes in.
+    The change of an example depends on its row and the seed only, not on its batch.
     """
 
     flip: bool = True
-    """Mirror left and right: not for digits or text."""
+    """Mirror images left to right; turn it off for digits or text."""
     pixels: int = 4
-    """Shift by up to so many, both ways."""
+    """Largest shift, in each direction and axis."""
 
     def __post_init__(self) -> None:
         check_counts(0, pixels=self.pixels)
 
     def __call__(self, batch: Any, rows: np.ndarray, seed: int) -> Any:
-        """Change all images (B, C, H, W) of a batch alike."""
+        """Change all image tensors (B, C, H, W) of a batch, with the same changes for each tensor."""
         if not any(_are_images(t, len(rows)) for t in tensors_of(batch)):
             shapes = [f"{t.dtype} {tuple(t.shape)}" for t in tensors_of(batch)]
             raise InputError(
-                f"Flips and shifts need images, floating numbers of shape (B, C, H, W), and the batch holds {shapes}. "
-                "Give AugmentedLoss(augment=...), a function of batch, rows and seed that returns a changed batch."
+                f"Flips and shifts need images, floating-point tensors of shape (B, C, H, W), but the batch contains "
+                f"{shapes}. Pass AugmentedLoss(augment=...) a function of batch, rows and seed that returns a changed "
+                "batch."
             )
         mirrored = _drawn(rows, seed, 0) % 2 == 1
         down, right = (_drawn(rows, seed, which) % (2 * self.pixels + 1) for which in (1, 2))
@@ -159,26 +161,30 @@ FLIPS_AND_SHIFTS = FlipsAndShifts()
 class AugmentedLoss:
     """The loss of each example, averaged over random changes of its inputs: high for what was memorised.
 
-    A network that has fitted everything still tells the examples it understands from those it knows by heart: the
-    latter do not survive a shift by some pixels. For networks that were trained without such changes; with them, the
-    final loss is as good.
+    Even if a network fits all training examples, the loss of those that it memorised rises when, for example, an image
+    is shifted by a few pixels. Use it for networks that were trained without such augmentation; with it, the final
+    loss is as good.
     """
 
     augment: Augment = FLIPS_AND_SHIFTS
-    """`augment(batch, rows, seed)` returns a changed batch; images are mirrored and shifted if not given."""
+    """Function `augment(batch, rows, seed)` that returns a changed batch; by default, images are mirrored and shifted.
+    The change of an example should depend on its row and the seed only."""
     draws: int = 16
-    """Changes of each example to average over: one pass over the data for each."""
+    """Number of changes of each example to average over, with one pass over the data for each."""
     seed: int = 0
-    """Fixes the changes."""
+    """Seed of the changes."""
 
     def __post_init__(self) -> None:
         check_counts(1, draws=self.draws)
         check_counts(0, seed=self.seed)
         if not callable(self.augment):
-            raise InputError(f"augment must be a function of batch, rows and seed, got {type(self.augment).__name__}.")
+            raise InputError(
+                f"augment must be a function of batch, rows and seed, got {type(self.augment).__name__}. Pass one that "
+                "returns a changed batch."
+            )
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> LossFit:
-        """Check the task, and that a batch can be changed; see `Method.fit` for the arguments."""
+        """Check the task, and call `augment` on a first batch; see `Method.fit` for the arguments."""
         task, data, size = ready(task, data, num_train)
         first = data.first(8)
         self.augment(task.place(first.values), first.rows, int(self.seed))
@@ -196,7 +202,7 @@ def _are_images(tensor: Tensor, size: int) -> bool:
 
 
 def _drawn(rows: np.ndarray, seed: int, which: int) -> np.ndarray:  # (B,) uint64
-    """Mix row, seed and purpose into even random bits (the finaliser of SplitMix64)."""
+    """Hash row, seed and purpose to uniform random bits (the finaliser of SplitMix64)."""
     with np.errstate(over="ignore"):
         bits = rows.astype(np.uint64) + np.uint64(1)
         for salt in (np.uint64(seed), np.uint64(which)):

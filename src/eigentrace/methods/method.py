@@ -1,4 +1,4 @@
-"""What all methods share: the contract, and how a fit begins."""
+"""The interface of methods, and the checks at the start of every fit."""
 
 from typing import Any, Protocol
 
@@ -12,25 +12,25 @@ from eigentrace.task.task import Task
 
 
 class Method(Protocol):
-    """Settings that know how to fit. Fitting changes neither the method, nor the task, nor the model."""
+    """Settings with a `fit`, which changes neither the method, nor the task, nor the model."""
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> Fitted:
-        """Prepare scoring for a task.
+        """Fit the method to a task and its training data, and return an object that scores examples.
 
         Args:
             task: The model and its loss.
             data: Training examples: `Data`, a dataset, a `DataLoader` without shuffling, or a list of batches.
-            num_train: N, the size of the training set, if `data` is only part of it. Scores in nats divide by it.
+            num_train: N, the size of the training set, if `data` is only part of it. Scores in nats are divided by N.
         """
         ...
 
 
 def ready(task: Task, data: Any, num_train: int | None) -> tuple[Task, Data, int]:
-    """Check the task on the data; return it pinned to its weights, the data, and N, the size of the training set."""
+    """Check the task on the data; return the task with the weights it was checked with, the data as `Data`, and N."""
     if not isinstance(task, Task):
         raise InputError(
-            f"fit takes a Task first, got {type(task).__name__}. Make one: eigentrace.classification(model), or "
-            "eigentrace.Task(model, loss)."
+            f"The first argument of fit must be a Task, got {type(task).__name__}. Create one with "
+            "eigentrace.classification(model) or eigentrace.Task(model, loss)."
         )
     data = as_data(data)
     if num_train is not None:

@@ -1,4 +1,4 @@
-"""Baselines without curvature: gradient similarity whole, projected or sampled, and the loss itself."""
+"""Baselines without curvature: similarity of whole, projected or subsampled gradients."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from eigentrace.task.task import Task
 
 @dataclass(frozen=True)
 class RandProj:
-    """Gradient similarity through K Gaussian directions: an unbiased estimate of ⟨g(x), g(z)⟩."""
+    """Gradient similarity in K random Gaussian directions: an unbiased estimate of ⟨g(x), g(z)⟩."""
 
     keep: int = 50
-    """K, the number of directions."""
+    """K, the number of directions to project gradients on; each example gets K features."""
     seed: int = 0
-    """Fixes the directions."""
+    """Seed of the directions."""
 
     def __post_init__(self) -> None:
         check_counts(1, keep=self.keep)
@@ -45,19 +45,19 @@ class RandProj:
 
 @dataclass(frozen=True)
 class RandSelect:
-    """Gradient similarity over K parameters picked at random."""
+    """Gradient similarity in K randomly selected components of the parameter vector."""
 
     keep: int = 50
-    """K, the number of parameters."""
+    """K, the number of components; at most the number of selected parameters."""
     seed: int = 0
-    """Fixes which."""
+    """Seed of the selection."""
 
     def __post_init__(self) -> None:
         check_counts(1, keep=self.keep)
         check_counts(0, seed=self.seed)
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> DirectionsFit:
-        """Pick the parameters; see `Method.fit` for the arguments."""
+        """Select the components; see `Method.fit` for the arguments."""
         task, data, size = ready(task, data, num_train)
         if self.keep > task.layout.numel:
             raise InputError(f"keep={self.keep} is more than the {task.layout.numel} selected parameters: lower keep.")
@@ -71,12 +71,13 @@ class RandSelect:
 
 @dataclass(frozen=True)
 class TracIn:
-    """Similarity of exact gradients, averaged over checkpoints of the training: (1/C) Σ ⟨g_c(x), g_c(z)⟩."""
+    """Similarity of whole gradients, averaged over checkpoints of the training: (1/C) Σ ⟨g_c(x), g_c(z)⟩."""
 
     checkpoints: Source | Sequence[Source] | None = None
-    """State dicts, files, Hugging Face or Lightning folders; None for the model as it is."""
+    """The checkpoints: state dicts, files, or folders written by Hugging Face or Lightning; one, or a list. None uses
+    the model's current parameters."""
     learning_rates: Sequence[float] | None = None
-    """One weight per checkpoint instead of 1/C."""
+    """Weights of the checkpoints, one for each, such as the learning rates at their steps; None weighs each 1/C."""
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> DirectionsFit:
         """Check every checkpoint against the model; see `Method.fit` for the arguments."""
@@ -87,7 +88,9 @@ class TracIn:
                 task.canonical(state.load())
         weights = [1 / len(states)] * len(states) if self.learning_rates is None else _numbers(self.learning_rates)
         if len(weights) != len(states):
-            raise InputError(f"Got {len(weights)} learning_rates for {len(states)} checkpoints: give one for each.")
+            raise InputError(
+                f"Got {len(weights)} learning_rates for {len(states)} checkpoints: pass one for each checkpoint."
+            )
         check_not_negative(**{f"learning_rates[{i}]": weight for i, weight in enumerate(weights)})
         empty = DenseDirections(task.vector.new_zeros(0, task.layout.numel), task.layout)
         no_weights = torch.zeros(0, dtype=torch.float64, device="cpu")

@@ -1,4 +1,4 @@
-"""Do the other examples back this one? A score for noise that one final checkpoint has memorised."""
+"""Support of each label by the other examples: a score that finds memorised label noise from one checkpoint."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +18,17 @@ from eigentrace.task.task import Task
 
 @dataclass(frozen=True)
 class Support:
-    """How little the other examples back this one: −⟨φᵢ, Σ_{j≠i} φⱼ⟩/N, φ the gradient of the margin at unit length.
+    """Score how little the other examples support a label: −⟨φᵢ, Σ_{j≠i} φⱼ⟩/N, with unit margin gradients φ.
 
-    High means suspicious: a step that raises everybody else's margin lowers this one's. One final checkpoint is
-    enough, even one at which every loss is zero. Exact, by two passes over the training data and one to score.
+    A high score is suspicious: a step that raises the margins of the other examples lowers this one's. One final
+    checkpoint is enough, even one at which every loss is zero. Exact, with two passes over the training data to fit
+    and one to score.
     """
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> SupportFit:
-        """Sum up the unit gradients of all margins; see `Method.fit` for the arguments.
+        """Sum the unit margin gradients of all examples; see `Method.fit` for the arguments.
 
-        `num_train` is taken for N in the score only: the sum is over `data`.
+        `num_train` only replaces N in the score; the sum is over `data`.
         """
         task, data, size = ready(task, data, num_train)
         compute = checked_compute(None)
@@ -40,7 +41,7 @@ class Support:
 
 
 def _weighted(task: Task, batch: Batch, weights: Tensor) -> Tensor:  # (B,) -> (P,)
-    """Sum the margins' gradients with one weight each, by an ordinary backward pass."""
+    """Return the weighted sum of the margins' gradients, by one ordinary backward pass."""
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in task.params.items()}
         values = margins(task, leaves, task.place(batch.values))

@@ -1,4 +1,4 @@
-"""Ridge regression on the network's own gradients: what would the other examples call this one?"""
+"""Ridge regression of labels on gradients of the logits: which label do the other examples predict?"""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,30 +17,32 @@ from eigentrace.settings import check_counts, check_not_negative, settings_of
 from eigentrace.task.layout import normal
 from eigentrace.task.task import Task
 
-# Ridges that "auto" chooses from by leave-one-out error, as shares of the features' mean square length (which is 1).
+# Ridges that "auto" chooses from by leave-one-out error, as shares of the features' mean square norm (which is 1).
 RIDGES = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
-# Examples that it is chosen on.
+# Number of examples whose leave-one-out error is compared.
 _CHOSEN_ON = 8192
 
 
 @dataclass(frozen=True)
 class TangentRidge:
-    """The given label against the one that all other examples predict, by regression on gradients of the logits.
+    """Each label compared with the one predicted from all other examples, by ridge regression on logit gradients.
 
-    ψ(x) holds projected gradients of every logit, at unit length; ⟨ψ(x), ψ(z)⟩ is the tangent kernel of the network
-    as it is. Ridge regression of the labels on ψ has its leave-one-out predictions in closed form. The score is the
-    best other class's prediction less the given one's, example left out: high means suspicious. One final checkpoint
-    is enough.
+    The features ψ(x) are the projected gradients of the logits, scaled to unit norm; ⟨ψ(x), ψ(z)⟩ approximates the
+    tangent kernel of the trained network. The leave-one-out predictions of a ridge regression of the labels on ψ have
+    a closed form. The score is the largest of them among the other classes minus that of the given class: a high score
+    is suspicious. One final checkpoint is enough.
     """
 
     keep: int = 64
-    """Gaussian directions that each logit's gradient is projected on."""
+    """Number of Gaussian directions that each logit's gradient is projected on."""
     outputs: int = 10
-    """At most this many functions of the logits: the logits themselves, or random signs of them if there are more."""
+    """Largest number of functions of the logits to differentiate: the logits themselves, or if there are more classes,
+    this many sums of the logits with random signs. Each takes one pass over the data."""
     ridge: float | Literal["auto"] = "auto"
-    """λ, a share of the features' mean square; "auto" takes the one of least leave-one-out error."""
+    """λ, the positive regulariser, as a share of the features' mean square norm; "auto" chooses the one with the
+    smallest leave-one-out error."""
     seed: int = 0
-    """Fixes the directions and signs."""
+    """Seed of the directions and signs."""
 
     def __post_init__(self) -> None:
         check_counts(1, keep=self.keep, outputs=self.outputs)
@@ -48,10 +50,13 @@ class TangentRidge:
         if self.ridge != "auto":
             check_not_negative(ridge=self.ridge)
             if self.ridge == 0:
-                raise InputError("ridge must be positive: without it the regression fits every label. Use 'auto'.")
+                raise InputError(
+                    f"ridge must be positive, got {self.ridge!r}: without it the regression fits every label. Use "
+                    "'auto'."
+                )
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> TangentFit:
-        """Regress the labels of the training data on its features; see `Method.fit` for the arguments."""
+        """Fit the regression of the training labels on the features; see `Method.fit` for the arguments."""
         task, data, size = ready(task, data, num_train)
         generator = generator_of(self.seed)
         with task.session():
@@ -65,7 +70,7 @@ class TangentRidge:
         return TangentFit(task, features, inverse / len(data), inverse @ moment, method, size)
 
     def _functions(self, classes: int, generator: torch.Generator) -> Tensor:  # (F, classes), each sums to 0
-        """Choose which functions of the logits are differentiated; a shift of all logits is not one."""
+        """Choose the functions of the logits to differentiate; their weights sum to 0, so shifts do not matter."""
         if classes <= self.outputs:
             return torch.eye(classes, dtype=torch.float64, device="cpu") - 1 / classes
         signs = torch.randint(0, 2, (self.outputs, classes), generator=generator, device="cpu").double() * 2 - 1
@@ -83,7 +88,7 @@ class TangentRidge:
             chosen = held[torch.from_numpy(batch.rows)].to(psi.device)
             kept.append((psi[chosen], targets[chosen]))
         if not isinstance(gram, Tensor) or not isinstance(moment, Tensor):
-            raise InputError("The data is empty: at least one example is needed.")
+            raise InputError("The data is empty: pass at least one example.")
         if self.ridge != "auto":
             return float(self.ridge), gram, moment
         psi, targets = (torch.cat(part) for part in zip(*kept, strict=True))
@@ -91,7 +96,7 @@ class TangentRidge:
 
 
 def _least_error(gram: Tensor, moment: Tensor, psi: Tensor, targets: Tensor, count: int) -> float:
-    """Choose λ by the squared leave-one-out error of these examples; the larger of equals."""
+    """Choose the λ with the smallest squared leave-one-out error on these examples; in a tie, the largest."""
     values, vectors = torch.linalg.eigh(gram)
     turned, turned_moment = psi @ vectors, vectors.T @ moment
     errors = []
