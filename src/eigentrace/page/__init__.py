@@ -1,1 +1,1 @@
-"""A run as a page: the server behind it (`app`, `launch`), and the same page as one file (`report`)."""
+"""The web page on a run: its server (`app`, `server`), and the same page as one HTML file (`one_file`)."""

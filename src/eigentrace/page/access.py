@@ -1,4 +1,4 @@
-"""What stands between the network and the page: who may ask, how much may be sent, what a browser may do with it."""
+"""Access control of the page's server: allowed hosts, tokens, size limits and security headers."""
 
 import hashlib
 import hmac
@@ -17,7 +17,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# An image of 4 MiB in base64, and some words around it.
+# Largest request body: an image of 4 MiB in base64, with some text.
 MOST_BYTES = 6 * 2**20
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
 _HEADERS = {
@@ -30,41 +30,41 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-_TOO_LARGE = f"More than {MOST_BYTES // 2**20} MiB were sent, which is refused. Send a smaller image, or fewer rows."
+_TOO_LARGE = f"The request body is larger than {MOST_BYTES // 2**20} MiB. Send a smaller image, or fewer rows."
 
 
 class _TooLarge(Exception):  # noqa: N818  # a signal between two functions of this module
-    """More was sent than is read."""
+    """The request body exceeds the size limit."""
 
 
 class Guard:
-    """Wraps the application: refuses before anything of it runs, and adds headers to everything that is answered.
+    """ASGI middleware that rejects forbidden requests and adds security headers to every response.
 
     Args:
-        app: What is wrapped.
-        hosts: What a browser may call this server, port included; other names are refused, since a foreign page can
-            make its own name point here.
-        token: What writing needs in the header X-Token.
-        closed: Refuse reading as well, unless the address carries `?token=`, or the cookie that is given in turn.
+        app: The wrapped application.
+        hosts: Accepted values of the Host header, with port. Others are rejected: in a DNS rebinding attack, another
+            site's name resolves to this machine.
+        token: The value of the X-Token header that writing requires.
+        closed: Require the token for reading as well, as `?token=` in the URL or by the cookie that it sets.
     """
 
     def __init__(self, app: App, hosts: Collection[str], token: str, closed: bool = False) -> None:
         self.app, self.token, self.closed = app, token, closed
         self.hosts = {host.lower() for host in hosts}
         self.cookie = f"eigentrace_{_digest('name', token)[:8]}"
-        self.pass_word = _digest("cookie", token)
+        self.cookie_value = _digest("cookie", token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or refuse it."""
+        """Handle or reject one request."""
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
-        given = _by_name(scope["headers"])
-        asked = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
-        greeted = self.closed and any(_same(word, self.token) for word in asked)
-        send = self._with_headers(send, scope["path"], greeted)
-        refusal = self._refusal(scope, given, greeted)
+        headers = _by_name(scope["headers"])
+        tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
+        has_token = self.closed and any(_are_equal(token, self.token) for token in tokens)
+        send = self._with_headers(send, scope["path"], has_token)
+        refusal = self._refusal(scope, headers, has_token)
         if refusal is not None:
             return await _refuse(send, *refusal)
         started = False
@@ -75,46 +75,53 @@ class Guard:
             await send(message)
 
         try:
-            await self.app(scope, _counted(receive), watched)
+            await self.app(scope, _limited(receive), watched)
         except _TooLarge:
             if not started:
                 await _refuse(send, 413, _TOO_LARGE)
         except Exception:
-            # Handled here, so that this answer has the headers too; what happened is for the terminal alone.
+            # Handled here, so that this response has the headers too; details go to the terminal only.
             _log.exception("A request failed: %s %s", scope["method"], scope["path"])
             if not started:
-                await _refuse(send, 500, "The server failed on this request. Its terminal says why.")
+                await _refuse(send, 500, "Internal server error. See the terminal of eigentrace serve for details.")
 
-    def _refusal(self, scope: Scope, given: dict[bytes, list[bytes]], greeted: bool) -> tuple[int, str] | None:
-        host = [value.decode("latin-1").lower() for value in given.get(b"host", [])]
+    def _refusal(self, scope: Scope, headers: dict[bytes, list[bytes]], has_token: bool) -> tuple[int, str] | None:
+        """Return the status and message of a rejection; None if the request is allowed."""
+        host = [value.decode("latin-1").lower() for value in headers.get(b"host", [])]
         if len(host) != 1 or host[0] not in self.hosts:
-            return 400, f"This server answers to {', '.join(sorted(self.hosts))}, and was called {', '.join(host)!r}."
-        if self.closed and not greeted and not self._is_known(given):
-            return 401, "Open the address that eigentrace printed when it started: it carries the token."
+            return 400, (
+                f"The Host header is {', '.join(host)!r}, but this server only answers to "
+                f"{', '.join(sorted(self.hosts))}. Open the page at one of these."
+            )
+        if self.closed and not has_token and not self._has_cookie(headers):
+            return 401, "The token is missing. Open the URL that eigentrace printed at start: it contains the token."
         if scope["method"] not in ("GET", "HEAD"):
-            tokens = given.get(b"x-token", [])
-            if len(tokens) != 1 or not _same(tokens[0].decode("latin-1"), self.token):
-                return 403, "Writing needs the token of this server. Reload the page: the server was started anew."
-        lengths = given.get(b"content-length", [])
+            tokens = headers.get(b"x-token", [])
+            if len(tokens) != 1 or not _are_equal(tokens[0].decode("latin-1"), self.token):
+                return (
+                    403,
+                    "The token is missing or not that of this server. Reload the page: the server has restarted.",
+                )
+        lengths = headers.get(b"content-length", [])
         if any(not length.isdigit() or int(length[:20]) > MOST_BYTES for length in lengths):
             return 413, _TOO_LARGE
         return None
 
-    def _is_known(self, given: dict[bytes, list[bytes]]) -> bool:
-        for header in given.get(b"cookie", []):
+    def _has_cookie(self, headers: dict[bytes, list[bytes]]) -> bool:
+        for header in headers.get(b"cookie", []):
             try:
                 found = SimpleCookie(header.decode("latin-1")).get(self.cookie)
             except CookieError:
                 continue
-            if found is not None and _same(found.value, self.pass_word):
+            if found is not None and _are_equal(found.value, self.cookie_value):
                 return True
         return False
 
-    def _with_headers(self, send: Send, path: str, greeted: bool) -> Send:
+    def _with_headers(self, send: Send, path: str, has_token: bool) -> Send:
         added = dict(_HEADERS)
         added["Cache-Control"] = "no-cache" if path.startswith("/static/") else "no-store"
-        if greeted:
-            added["Set-Cookie"] = f"{self.cookie}={self.pass_word}; HttpOnly; SameSite=Strict; Path=/"
+        if has_token:
+            added["Set-Cookie"] = f"{self.cookie}={self.cookie_value}; HttpOnly; SameSite=Strict; Path=/"
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -127,8 +134,8 @@ class Guard:
         return sending
 
 
-def _counted(receive: Receive) -> Receive:
-    """Stop reading what has no length as soon as it is too much."""
+def _limited(receive: Receive) -> Receive:
+    """Raise _TooLarge once a body, which may have no Content-Length, exceeds the limit."""
     total = 0
 
     async def receiving() -> Message:
@@ -142,8 +149,8 @@ def _counted(receive: Receive) -> Receive:
     return receiving
 
 
-async def _refuse(send: Send, status: int, words: str) -> None:
-    body = json.dumps({"error": words}).encode()
+async def _refuse(send: Send, status: int, message: str) -> None:
+    body = json.dumps({"error": message}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*headers, (b"connection", b"close")]})
     await send({"type": "http.response.body", "body": body})
@@ -156,7 +163,8 @@ def _by_name(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, list[bytes]]
     return found
 
 
-def _same(given: str, expected: str) -> bool:
+def _are_equal(given: str, expected: str) -> bool:
+    """Compare in constant time, so that the time taken reveals nothing about the token."""
     return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
 
 
@@ -165,6 +173,6 @@ def _digest(what: str, token: str) -> str:
 
 
 def hosts_of(host: str, port: int) -> tuple[str, ...]:
-    """Return what browsers may call a server that listens on a host and a port."""
+    """Return the accepted Host headers of a server that listens on `host` and `port`."""
     names = {*LOCAL, f"[{host}]" if ":" in host else host}
     return tuple(sorted(f"{name}:{port}" for name in names) + (sorted(names) if port == 80 else []))

@@ -1,4 +1,4 @@
-"""What is known of examples, as JSON can hold it: numbers that are none become null, long texts are cut."""
+"""Conversion to values that JSON and browsers support: NaN becomes null, long texts are truncated."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 MOST_LETTERS = 2000
 MOST_TOKENS = 500
-# Beyond this a browser's numbers skip whole ones.
+# Largest integer up to which JavaScript numbers represent every integer.
 _EXACT = 2**53
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as JSON can hold it and a browser can read it."""
+    """Convert a value to JSON types: NaN and infinities to None, integers above 2^53 to strings."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | str):
@@ -32,7 +32,7 @@ def as_json(value: Any) -> Any:
 
 
 def content_record(shown: "Shown", row: int | None, whole: bool) -> dict[str, Any]:
-    """Say what an example looks like; an image is fetched by itself."""
+    """Return an example's content, truncated unless `whole`; an image as the URL to fetch it from."""
     if shown.kind == "image":
         return {"kind": "image", "src": f"/api/image/{row}"}
     found: dict[str, Any] = {"kind": shown.kind}

@@ -1,4 +1,4 @@
-"""What a run says about every example, held in memory as narrow arrays; read without torch, which takes seconds."""
+"""The columns of a run, in memory as compact arrays; read without importing torch, which takes seconds."""
 
 from functools import cached_property
 from typing import Any
@@ -11,14 +11,14 @@ from eigentrace.errors import InputError
 from eigentrace.store.columns import COLUMNS, ID, ScoredColumn
 from eigentrace.store.reader import RunReader
 
-# Distinct values up to which a column names groups (numbers that are more have another meaning), and rows by which a
-# column of far more is told.
+# A column defines groups if it has at most this many distinct values (integer columns with more are measurements). The
+# first _SAMPLE rows are counted first: they are enough to reject a column with far more.
 MOST_GROUPS, _MOST_NUMBERS = 1000, 50
 _SAMPLE = 20_000
 
 
 class Columns:
-    """Columns of a run: scores and classes as numpy arrays, the user's own and the ids as Arrow."""
+    """Columns of a run: scores and classes as NumPy arrays, user columns and ids as an Arrow table."""
 
     def __init__(self, reader: RunReader) -> None:
         self.num_rows, self.num_missing = reader.num_rows, reader.num_missing
@@ -31,41 +31,41 @@ class Columns:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of all columns but the ids, those of the user last."""
+        """Names of all columns except the ids, user columns last."""
         given = [name for name in self.given.column_names if name != ID]
         return (*(name for name in self.numbers if name not in given), *given)
 
     @property
     def ids(self) -> pa.ChunkedArray | None:
-        """The user's name for each example, if there are any."""
+        """The ids of the examples; None if the run has none."""
         return self.given.column(ID) if ID in self.given.column_names else None
 
     def number(self, name: str) -> np.ndarray:  # (N,)
-        """Return a column of numbers."""
+        """Return a numeric column."""
         if name not in self.numbers:
-            raise InputError(f"There is no column of numbers {name!r}. There are: {', '.join(self.numbers)}.")
+            raise InputError(f"There is no numeric column {name!r}. Choose one of: {', '.join(self.numbers)}.")
         return self.numbers[name]
 
     def or_missing(self, name: str) -> np.ndarray | None:  # (N,)
-        """Return a column of the run's own, or None where the task has no such thing."""
+        """Return a numeric column, or None if the run does not have it."""
         return self.numbers.get(name)
 
     def kind_of(self, name: str) -> str:
-        """Say what a column holds: a number, a text, or a class of the model."""
+        """Return the kind of a column: "number", "text", or "label" for classes of the model."""
         if _is_class(name):
             return "label"
         return "number" if name in self.numbers else "text"
 
     def label_of(self, name: str) -> str:
-        """Return what people read for a column."""
+        """Return the displayed name of a column."""
         return COLUMNS[name].label if name in COLUMNS else name.replace("_", " ")
 
     @cached_property
     def grouping(self) -> tuple[str, ...]:
-        """Names of the user's columns that name groups: few values, and no measured numbers."""
-        return tuple(name for name in self.given.column_names if name != ID and self._names_groups(name))
+        """Names of the user columns that define groups: categorical, with few distinct values."""
+        return tuple(name for name in self.given.column_names if name != ID and self._defines_groups(name))
 
-    def _names_groups(self, name: str) -> bool:
+    def _defines_groups(self, name: str) -> bool:
         kind = self.given.schema.field(name).type
         if pa.types.is_floating(kind) or pa.types.is_nested(kind):
             return False
@@ -74,13 +74,13 @@ class Columns:
         return few and len(self._encoded(name)[1]) <= most
 
     def coded(self, name: str) -> tuple[np.ndarray, list[Any]]:  # (N,) int32, values
-        """Return a column as positions among its different values, of which None is one."""
+        """Return a column as codes, with the list of distinct values they index; None may be one of these."""
         if name not in self.names:
-            raise InputError(f"This run has no column {name!r}. It has: {', '.join(self.names)}.")
+            raise InputError(f"This run has no column {name!r}. Choose one of: {', '.join(self.names)}.")
         if not _is_class(name) and name not in self.grouping:
             raise InputError(
-                f"Column {name!r} holds measured numbers, or more than {MOST_GROUPS:,} different values, and names no "
-                f"groups. These do: {', '.join((*self.grouping, *filter(_is_class, self.names)))}."
+                f"Column {name!r} cannot define groups: it holds measurements, or more than {MOST_GROUPS:,} distinct "
+                f"values. Choose one of: {', '.join((*self.grouping, *filter(_is_class, self.names)))}."
             )
         return self._encoded(name)
 
@@ -105,7 +105,7 @@ class Columns:
         return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
 
     def of(self, rows: np.ndarray) -> list[dict[str, Any]]:
-        """Return everything that is known about some rows, those of the user under "columns"."""
+        """Return all columns of some rows as records, with user columns under "columns"."""
         given = self.given.take(pa.array(rows)).to_pylist() if self.given.num_columns else [{}] * len(rows)
         found = []
         for row, mine in zip(rows.tolist(), given, strict=True):
@@ -115,7 +115,7 @@ class Columns:
         return found
 
     def _at(self, column: ScoredColumn, row: int) -> float | int | None:
-        """Return one row's value of a column that scoring writes; None where the run does not have it."""
+        """Return one row's value of a scored column; None if the run does not have it."""
         if column.name not in self.numbers:
             return None
         value = self.numbers[column.name][row]

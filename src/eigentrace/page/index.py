@@ -1,4 +1,4 @@
-"""Rows in any order, and those of them that somebody wants to see: quick enough to answer while a page is open."""
+"""Sorting and filtering of a run's rows, with cached results, fast enough for interactive use."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from eigentrace.errors import InputError
 from eigentrace.page.columns import Columns
 
 SCORE = "self_influence"
-# The share of rows that counts as the top.
+# The share of rows with the highest self-influence that `top` returns.
 _TOP = 0.05
 _BINS = 60
-# A histogram has a logarithmic axis where the largest is so many times the median.
+# A histogram has a logarithmic axis if the maximum is more than this many times the median; it spans at most _DECADES.
 _SKEWED = 20.0
 _DECADES = 12
-# Orders and lists of matching rows that are kept, 4 bytes per example each, and searches, 1 byte each.
+# Cache sizes: orders and lists of matching rows take 4 bytes per example each, results of searches 1 byte.
 _KEPT_ORDERS = 6
 _KEPT_LISTS = 4
 _KEPT_SEARCHES = 4
@@ -30,7 +30,7 @@ Search = Callable[[str], np.ndarray | None]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which rows are asked for, and in which order."""
+    """A query for rows: filters and an order."""
 
     sort: str = SCORE
     descending: bool = True
@@ -38,21 +38,21 @@ class Wanted:
     prediction: int | None = None
     disagree: bool = False
     group: str | None = None
-    """A column and a value, `source:web`; an empty value stands for none as well."""
+    """A column and a value, such as `source:web`; an empty value also matches missing values."""
     low: float = 0.0
-    """The part of the ranking by the sorting column that begins here,"""
+    """Lower bound of the quantile in the sort column."""
     high: float = 1.0
-    """and ends here, as shares."""
+    """Upper bound of the quantile in the sort column."""
     above: float | None = None
     below: float | None = None
     within: tuple[str, ...] = ()
-    """Columns of numbers with bounds, both included: `loss:0.5:2`."""
+    """Numeric columns with inclusive bounds, such as `loss:0.5:2`."""
     search: str = ""
     decision: int | None = None
 
 
 class Index:
-    """Orders and filters over a run's columns; every answer is an array of row numbers."""
+    """Sorts and filters the rows of a run; results are arrays of row numbers."""
 
     def __init__(self, columns: Columns, search: Search, decided: Callable[[], tuple[np.ndarray, int]]) -> None:
         self.columns, self._search, self._decided = columns, search, decided
@@ -62,7 +62,7 @@ class Index:
         self._lock = RLock()
 
     def order(self, name: str, descending: bool) -> np.ndarray:  # (N,) int32
-        """Return all rows in the order of a column; equal ones in row order, and those without a value last."""
+        """Return all rows sorted by a column; ties are in row order, missing values last."""
         return self._kept(self._orders, (name, descending), _KEPT_ORDERS, lambda: self._ordered(name, descending))
 
     def _ordered(self, name: str, descending: bool) -> np.ndarray:
@@ -75,7 +75,7 @@ class Index:
         return _ascending(-values if descending else values)
 
     def matching(self, wanted: Wanted) -> np.ndarray:  # (n,) int32
-        """Return the rows asked for, in the order asked for."""
+        """Return the rows that match a query, in its order."""
         if wanted == Wanted(wanted.sort, wanted.descending):
             return self.order(wanted.sort, wanted.descending)
         version = 0 if wanted.decision is None else self._decided()[1]
@@ -109,7 +109,7 @@ class Index:
 
     @property
     def disagreeing(self) -> np.ndarray:  # (N,) bool
-        """Tell for which rows the model predicts another class than the given one."""
+        """For each row, whether the predicted class differs from the label."""
         labels, predictions = self.columns.or_missing("label"), self.columns.or_missing("prediction")
         if labels is None or predictions is None:
             return np.zeros(self.columns.num_rows, dtype=bool)
@@ -118,11 +118,11 @@ class Index:
     def _in_group(self, group: str) -> np.ndarray:
         name = next((name for name in self.columns.names if group.startswith(f"{name}:")), None)
         if name is None:
-            raise InputError(f"A group is a column and a value, such as source:web, got {group!r}.")
-        asked = group[len(name) + 1 :]
+            raise InputError(f"group must be a column of this run and a value, such as source:web, got {group!r}.")
+        wanted = group[len(name) + 1 :]
         codes, values = self.columns.coded(name)
-        fitting = [code for code, value in enumerate(values) if _word(value) == asked]
-        return np.isin(codes, fitting)
+        matching = [code for code, value in enumerate(values) if _as_text(value) == wanted]
+        return np.isin(codes, matching)
 
     def _in_bounds(self, bounds: str) -> np.ndarray:
         name, _, rest = bounds.rpartition(":")
@@ -130,12 +130,12 @@ class Index:
         try:
             low, high = float(first), float(rest)
         except ValueError:
-            raise InputError(f"Bounds are a column and two numbers, such as loss:0.5:2, got {bounds!r}.") from None
+            raise InputError(f"within must be a column and two numbers, such as loss:0.5:2, got {bounds!r}.") from None
         values = self.columns.number(name)
         return (values >= low) & (values <= high)
 
     def _between(self, name: str, low: float, high: float) -> np.ndarray:
-        """Tell which rows lie in a part of the ranking; those without a value lie in none."""
+        """Return which rows lie between two quantiles of a column; rows without a value do not."""
         order = self.order(name, False)
         count = self.columns.num_rows
         if name != "row":
@@ -145,30 +145,33 @@ class Index:
         return mask
 
     def _found(self, words: str, among: np.ndarray) -> np.ndarray:  # (N,) bool
-        """Tell which of some rows hold words, in their text or their id; few are looked up, of many all are."""
+        """Return which of the rows in a mask contain the words in text or id (case-insensitive)."""
         ids = self.columns.ids
         texts = self._kept(self._searches, words, _KEPT_SEARCHES, lambda: np.asarray(self._search(words)))
         if texts.ndim == 0:  # None: there are no texts
             if ids is None:
-                raise InputError("The examples of this run have neither text nor ids to search in.")
+                raise InputError(
+                    f"Cannot search for {words!r}: examples of this run have neither text nor ids. Clear the search."
+                )
             texts = np.zeros(len(among), dtype=bool)
         found = among & texts
         if ids is not None:
             rest = np.flatnonzero(among & ~texts)
+            # Few ids are selected before matching; if many are left, all are matched, which avoids a copy.
             some = ids if len(rest) > len(among) // 4 else ids.take(pa.array(rest))
             matches = pc.match_substring(some.cast(pa.string()), words, ignore_case=True).fill_null(False).to_numpy()
             found[rest] = matches[rest] if some is ids else matches
         return found
 
     def beyond(self, rule: dict[str, Any]) -> np.ndarray:  # (n,) int32
-        """Return the rows that a rule of the page chooses, ascending."""
+        """Return the rows that a decision rule selects, ascending."""
         wanted = Wanted(str(rule.get("by", SCORE)), above=rule.get("above"), below=rule.get("below"))
         if wanted.above is None and wanted.below is None:
-            raise InputError("A rule says above or below which number of its column rows are meant.")
+            raise InputError("The rule has no threshold. Set above or below.")
         return np.flatnonzero(self._mask(replace(wanted, label=rule.get("label")))).astype(np.int32)
 
     def place(self, row: int) -> tuple[int | None, float | None]:
-        """Return a row's rank by self-influence, 1 for the highest, and the share of rows that lie below it."""
+        """Return a row's rank by self-influence (1 is the highest) and its quantile; None for both without a value."""
         values = self.columns.number(SCORE)
         own = values[row]
         if np.isnan(own):
@@ -177,7 +180,7 @@ class Index:
         return rank, float((values < own).sum() / max(1, np.isfinite(values).sum()))
 
     def histogram(self, name: str) -> dict[str, Any]:
-        """Count rows in bins of equal width, on a logarithmic axis where values are positive and far apart."""
+        """Count rows in bins of equal width, on a logarithmic axis if values are nonnegative and skewed."""
         values = self.columns.number(name)
         ascending = np.sort(values[np.isfinite(values)].astype(np.float64, copy=False))
         if not len(ascending):
@@ -188,7 +191,7 @@ class Index:
         return {"column": name, "edges": edges.tolist(), "counts": counts.tolist(), "log": is_log}
 
     def groups(self, name: str) -> list[dict[str, Any]]:
-        """Add up scores over the rows that share a value of a column, the largest sum first."""
+        """Aggregate scores per value of a column, largest sum of self-influence first."""
         codes, values = self.columns.coded(name)
         count = np.bincount(codes, minlength=len(values))
         sums, means = _means(codes, self.columns.number(SCORE), len(values))
@@ -210,11 +213,11 @@ class Index:
 
     @property
     def top(self) -> np.ndarray:  # (n,) int32
-        """The rows that count as the top: 5% of all, by self-influence."""
+        """The 5% of rows with the highest self-influence."""
         return self.order(SCORE, True)[: int(_TOP * self.columns.num_rows + 0.5)]
 
     def scatter(self, most: int, highest: int) -> np.ndarray:  # (n,) ascending
-        """Choose rows to draw as points: the highest, and others that a fixed seed draws."""
+        """Return the rows to plot: the `highest` by self-influence and a random sample with a fixed seed."""
         first = self.order(SCORE, True)[:highest]
         draw = np.random.default_rng(0).choice(
             self.columns.num_rows, min(most - len(first), self.columns.num_rows), replace=False, shuffle=False
@@ -224,7 +227,7 @@ class Index:
     def _kept(
         self, held: OrderedDict[Any, np.ndarray], key: Any, most: int, make: Callable[[], np.ndarray]
     ) -> np.ndarray:
-        """Return what was made before, or make it; the least used of what is held goes first."""
+        """Return a cached array, or make and cache it, evicting the least recently used."""
         with self._lock:
             if key not in held:
                 held[key] = make()
@@ -235,14 +238,14 @@ class Index:
 
 
 def _ascending(values: np.ndarray) -> np.ndarray:  # (N,) float -> (N,) int32
-    """Order rows by value, equal ones in row order and NaN last.
+    """Sort rows by value, with ties in row order and NaN last.
 
-    Numbers of four bytes are sorted together with their rows as one whole number, several times faster than a stable
-    sort: the bits of floats are in the order of the floats once those of negative ones are turned around.
+    float32 values are packed with their row numbers into uint64 keys, whose sort is several times faster than a stable
+    sort: the bits of floats have the order of the floats once those of negative ones are inverted.
     """
     if values.dtype != np.float32:
         return np.argsort(values, kind="stable").astype(np.int32)
-    values = values + np.float32(0)  # there is one zero then
+    values = values + np.float32(0)  # turns -0 into +0
     bits = values.view(np.uint32)
     keys = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
     keys[np.isnan(values)] = np.iinfo(np.uint32).max
@@ -251,8 +254,8 @@ def _ascending(values: np.ndarray) -> np.ndarray:  # (N,) float -> (N,) int32
     return keys.astype(np.uint32).astype(np.int32)
 
 
-def _word(value: Any) -> str:
-    """Write a value as a browser does."""
+def _as_text(value: Any) -> str:
+    """Format a value as JavaScript does."""
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -268,10 +271,10 @@ def _edges(ascending: np.ndarray) -> tuple[np.ndarray, bool]:
 
 
 def _means(codes: np.ndarray, values: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:  # (G,) x 2
-    """Add up and average each group's values, leaving out those that are NaN."""
-    there = ~np.isnan(values)
-    if not there.all():
-        codes, values = codes[there], values[there]
+    """Return the sum and mean of each group's values, ignoring NaN."""
+    present = ~np.isnan(values)
+    if not present.all():
+        codes, values = codes[present], values[present]
     sums = np.bincount(codes, weights=values, minlength=total)
     counts = np.bincount(codes, minlength=total)
     return sums, np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)

@@ -1,4 +1,4 @@
-"""What a page asks of a run, answered as JSON records: the server sends them, and a report carries them inside."""
+"""Data for the page as JSON records, which the server sends and a report embeds."""
 
 import csv
 import math
@@ -31,18 +31,18 @@ _POINTS, _HIGHEST = 4000, 200
 _MOST_VALUES = 50
 _MOST_EIGENVALUES = 1000
 _ROWS_AT_ONCE = 1 << 18
-# Answers that are remembered: people go back and forth.
-_REMEMBERED = 128
+# Number of explanations in the cache, since users return to examples.
+_CACHED = 128
 
 Record = dict[str, Any]
 
 
 class MissingRowError(InputError, LookupError):
-    """A row was asked about that the run does not have."""
+    """Raised for a row number that is out of range."""
 
 
 class Answers:
-    """Everything a page can ask about one run."""
+    """Answers all requests of the page about one run."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.columns = subject, subject.columns
@@ -50,9 +50,9 @@ class Answers:
             subject.reader.folder, self.columns.num_rows, subject.reader.manifest["data"]["fingerprint"]
         )
         self.index = Index(self.columns, self._search, self.journal.state)
-        self._thinking = Lock()
-        self._numbers = lru_cache(maxsize=1)(self._overview)
-        self._explained = lru_cache(maxsize=_REMEMBERED)(self._explain)
+        self._computing = Lock()
+        self._cached_overview = lru_cache(maxsize=1)(self._overview)
+        self._cached_explain = lru_cache(maxsize=_CACHED)(self._explain)
 
     def _search(self, words: str) -> np.ndarray | None:
         show = self.subject.show
@@ -61,7 +61,7 @@ class Answers:
     def overview(self) -> Record:
         """Describe the run as a whole."""
         subject = self.subject
-        return self._numbers() | {
+        return self._cached_overview() | {
             "kind": subject.kind,
             "classes": subject.classes,
             "live": subject.live,
@@ -125,25 +125,25 @@ class Answers:
         return [{"label": group["value"]} | {name: group[name] for name in kept} for group in found[:MOST_GROUPS]]
 
     def histogram(self, column: str) -> Record:
-        """Count rows by a column of numbers."""
+        """Return the histogram of a numeric column."""
         return as_json(self.index.histogram(column))
 
     def groups(self, column: str) -> Record:
-        """Add up scores by a column."""
+        """Aggregate scores per value of a column."""
         return {"groups": as_json(self.index.groups(column))}
 
     def examples(self, wanted: Wanted, offset: int, limit: int) -> Record:
-        """Return one page of the rows that are asked for."""
+        """Return one page of the rows that match a query."""
         found = self.index.matching(wanted)
         return {"total": len(found), "offset": offset, "rows": self.rows(found[offset : offset + limit].tolist())}
 
     def example(self, row: int) -> Record:
-        """Return one row, with all of its content and its place among all."""
+        """Return one row with its full content, its rank and its quantile."""
         rank, quantile = self.index.place(self.checked(row))
         return self.rows([row], whole=True)[0] | {"rank": rank, "quantile": quantile}
 
     def rows(self, rows: Sequence[int], *, whole: bool = False) -> list[Record]:
-        """Return everything that is known about some rows."""
+        """Return rows as records with columns, decision and content; texts are truncated unless `whole`."""
         codes, _ = self.journal.state()
         found = self.columns.of(np.asarray(rows, dtype=np.int64))
         for record, content in zip(found, self._contents(rows, whole), strict=True):
@@ -166,22 +166,22 @@ class Answers:
             return [{"kind": "image", "src": f"/api/image/{row}"} for row in rows]
         order = np.argsort(np.asarray(rows, dtype=np.int64), kind="stable")
         try:
-            # In row order, so that no part of a large file is read twice.
+            # In row order, so that a large file is read sequentially.
             found = dict(zip(order.tolist(), show([rows[at] for at in order]), strict=True))
             return [content_record(found[at], row, whole) for at, row in enumerate(rows)]
-        except Exception as error:  # a renderer of the user's own may raise anything, and the numbers still stand
+        except Exception as error:  # a custom renderer may raise any exception; the numbers are still displayed
             return [{"kind": "none", "error": f"{type(error).__name__}: {error}"[:500]} for _ in rows]
 
     def image(self, row: int) -> bytes:
-        """Return an example that is an image, as PNG."""
+        """Return an image example as PNG."""
         show = self.subject.show
         png = None if show is None else show([self.checked(row)])[0].png
         if png is None:
-            raise UnsupportedError("The examples of this run are no images.")
+            raise UnsupportedError(f"Row {row} has no image: the examples of this run are not images.")
         return png
 
     def checked(self, row: int) -> int:
-        """Refuse a row that is not there."""
+        """Return the row; raise MissingRowError if it is out of range."""
         if not 0 <= row < self.columns.num_rows:
             raise MissingRowError(f"There is no row {row}: rows are 0 to {self.columns.num_rows - 1}.")
         return row
@@ -189,13 +189,13 @@ class Answers:
     def explain(
         self, row: int, k: int, normalize: str | None, same_label: bool, exclude: str | None, exact: bool = False
     ) -> Record:
-        """Say which rows speak for and against one: by stored features, at once, or exactly, which takes the model."""
-        found = self._explained(self.checked(row), k, normalize, same_label, exclude, exact)
+        """Return the proponents and opponents of a row, by stored features or, if `exact`, with the model."""
+        found = self._cached_explain(self.checked(row), k, normalize, same_label, exclude, exact)
         return self._sides(found) | {"query": self.rows([row])[0]}
 
     def _explain(self, row: int, k: int, *options: Any) -> "Explanation":
         normalize, same_label, exclude, exact = options
-        with self._thinking:
+        with self._computing:
             run = self.subject.attached() if exact and self.subject.live else self.subject.run
             return run.explain(
                 row, k, normalize=normalize, same_label=same_label, exclude=exclude, rescore=self._rescore(exact)
@@ -207,26 +207,26 @@ class Answers:
     def _sides(self, found: "Explanation") -> Record:
         result: Record = {"how": found.how, "shortlist": found.shortlist, "unit": found.unit}
         for name, side in (("proponents", found.proponents), ("opponents", found.opponents)):
-            there = side.rows[0] >= 0
-            records = self.rows(side.rows[0][there].tolist())
-            scores = as_json(side.scores[0][there])
+            is_present = side.rows[0] >= 0  # -1 fills up sides with fewer than k rows
+            records = self.rows(side.rows[0][is_present].tolist())
+            scores = as_json(side.scores[0][is_present])
             result[name] = [record | {"score": score} for record, score in zip(records, scores, strict=True)]
         return result
 
     def ask(self, asked: Mapping[str, Any], k: int, normalize: str | None, exact: bool = False) -> Record:
-        """Say which rows speak for and against an example that is not among them."""
+        """Return the proponents and opponents of a new example."""
         if not self.subject.live:
             raise UnsupportedError(
-                "The model is not loaded, so only rows of the run can be asked about. Start the page with the model: "
+                "The model is not loaded, so only examples of the run can be explained. Start the page with the model: "
                 "eigentrace serve RUN --model."
             )
         posted = Posted.of(asked)
-        with self._thinking:
+        with self._computing:
             inputs = self.subject.inputs
             if inputs.read is None:
                 raise UnsupportedError(
-                    "The function that this run was made from does not say how new examples are prepared. Let it "
-                    "return Inputs(..., read=function), or ask in Python."
+                    "The function that made the inputs of this run returns Inputs without `read`, which prepares new "
+                    "examples. Return Inputs(..., read=function), or explain new examples in Python."
                 )
             from eigentrace.projection.engine import Compute
             from eigentrace.store.write import measured
@@ -245,20 +245,21 @@ class Answers:
         for name, column in COLUMNS.items():
             held = known.get(column.stored_as)
             if held is not None and held.is_floating_point():
-                held = held.float()  # numpy knows no bfloat16
+                held = held.float()  # NumPy has no bfloat16
             query[name] = None if held is None else column.read(held.numpy())[0].item()
         return self._sides(found) | {"query": as_json(query)}
 
     def decisions(self) -> Record:
-        """Count what was decided, and name the last acts."""
+        """Return the counts of decisions and the log of the latest ones."""
         return {"counts": self.journal.counts(), "log": as_json(self.journal.log())}
 
     def decide(self, asked: Mapping[str, Any]) -> Record:
-        """Decide on rows that are named, or on all that a rule chooses."""
+        """Record a decision on given rows, or on all rows that a rule selects."""
         decision, new_label = str(asked.get("decision")), asked.get("new_label")
         rule = _rule(asked["rule"]) if asked.get("rule") is not None else None
         if (rule is None) == (asked.get("rows") is None):
-            raise InputError("Name rows, or give a rule that chooses them: one of the two.")
+            given = "neither" if rule is None else "both"
+            raise InputError(f"A decision needs either rows or a rule that selects them, got {given}.")
         rows = self.index.beyond(rule) if rule is not None else _rows(asked["rows"])
         if decision == "relabel":
             self._check_label(rows, new_label)
@@ -268,21 +269,22 @@ class Answers:
     def _check_label(self, rows: np.ndarray, new_label: Any) -> None:
         most = len(self.subject.classes) if self.subject.classes else 2**31
         if new_label is not None and not (_is_whole(new_label) and 0 <= new_label < most):
-            raise InputError(f"new_label must be a class, a whole number from 0 to {most - 1}, got {new_label!r}.")
+            raise InputError(f"new_label must be a class number from 0 to {most - 1}, got {new_label!r}.")
         if new_label is None:
             inside = rows[(rows >= 0) & (rows < self.columns.num_rows)]
             without = inside[~self.index.disagreeing[inside]]
             if len(without):
                 raise InputError(
-                    f"The model predicts nothing else than the label for row {without[0]}: say which class it is given."
+                    f"There is no prediction that differs from the label of row {without[0]}: say which class it is "
+                    "relabelled as (new_label)."
                 )
 
     def undo(self) -> Record:
-        """Take the last act back."""
+        """Undo the last decision."""
         return {"changed": self.journal.undo(), "counts": self.journal.counts()}
 
     def export(self, form: str, folder: Path) -> Path:
-        """Write decisions to a file: what `eigentrace.clean` writes, with the classes that rows are given."""
+        """Write the decisions to a file, in the format of `eigentrace.clean`, with new labels."""
         decisions = self._as_decisions()
         path = folder / {"parquet": "decisions.parquet", "csv": "decisions.csv", "rows": "rows-to-keep.txt"}[form]
         if form == "rows":
@@ -331,19 +333,24 @@ def _is_whole(value: Any) -> bool:
 
 def _rows(given: Any) -> np.ndarray:
     if not isinstance(given, list) or not all(_is_whole(row) and abs(row) < 2**62 for row in given):
-        raise InputError("rows must be a list of row numbers.")
+        raise InputError(f"rows must be a list of integers, got {str(given)[:100]!r}.")
     return np.array(given, dtype=np.int64)
 
 
 def _rule(given: Any) -> Record:
     known = {"by", "above", "below", "label"}
     if not isinstance(given, dict) or not given.keys() <= known:
-        raise InputError(f"A rule has {', '.join(sorted(known))}, and nothing else.")
+        raise InputError(
+            f"rule must be an object with keys among {', '.join(sorted(known))}, got {str(given)[:100]!r}."
+        )
     rule = {"by": SCORE} | {name: value for name, value in given.items() if value is not None}
     for name in ("above", "below"):
         value = rule.get(name, 0.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise InputError(f"{name} must be a number, got {value!r}.")
+            raise InputError(f"{name} must be a finite number, got {value!r}.")
     if not isinstance(rule["by"], str) or not _is_whole(rule.get("label", 0)):
-        raise InputError("A rule goes by the name of a column, and its label is a whole number.")
+        raise InputError(
+            f"A rule needs a column name as `by` and an integer as `label`, got by={rule['by']!r} and "
+            f"label={rule.get('label')!r}."
+        )
     return rule
