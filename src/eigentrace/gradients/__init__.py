@@ -1,1 +1,1 @@
-"""Per-example gradients of a backward pass, layer by layer, without writing them out."""
+"""Per-example gradients from one backward pass, layer by layer, without materialising them."""

@@ -1,6 +1,7 @@
 """Per-example gradients of one parameter, in the form in which a backward pass yields them.
 
-Small ones come written out; those of a matrix that meets T tokens come as a sum of outer products (`outer.py`).
+Small gradients are stored as a matrix (B, p); those of a matrix that is applied to T tokens are stored as the factors
+of a sum of outer products (`outer_products.py`).
 """
 
 from collections.abc import Callable
@@ -14,81 +15,81 @@ from eigentrace.numeric.accumulate import wide
 
 
 class LayerGradients(Protocol):
-    """Gradients of B examples with respect to one parameter of p numbers."""
+    """The gradients of B examples with respect to one parameter with p elements."""
 
     @property
     def examples(self) -> int:
-        """B."""
+        """The number of examples, B."""
         ...
 
     def write(self, start: int, stop: int) -> Tensor:  # (n, p)
-        """Write out the gradients of some examples."""
+        """Return the gradients of the examples from `start` to `stop` as a matrix."""
         ...
 
     def dot(self, directions: Tensor, budget: int) -> Tensor:  # (K, p) -> (B, K)
-        """Multiply with dense directions."""
+        """Multiply the gradients by dense directions, with temporary tensors of about `budget` bytes."""
         ...
 
     def pick(self, index: Tensor) -> Tensor:  # (k,) -> (B, k)
-        """Take single coordinates."""
+        """Return single coordinates of the gradients."""
         ...
 
     def square_norms(self, budget: int) -> Tensor:  # (B,)
-        """Sum the squares of each example's gradient."""
+        """Return the squared norm of each example's gradient."""
         ...
 
 
 @dataclass(frozen=True)
 class Direct:
-    """Gradients written out: biases, norms, and whatever else is small."""
+    """Gradients stored as a matrix: of biases, normalisation layers, and other small parameters."""
 
     value: Tensor  # (B, p)
 
     @property
     def examples(self) -> int:
-        """B."""
+        """The number of examples, B."""
         return len(self.value)
 
     def write(self, start: int, stop: int) -> Tensor:
-        """Return the gradients of some examples."""
+        """Return the gradients of the examples from `start` to `stop`."""
         return self.value[start:stop]
 
     def dot(self, directions: Tensor, budget: int) -> Tensor:
-        """Multiply with dense directions."""
+        """Multiply the gradients by dense directions."""
         value = wide(self.value)
         return value @ directions.to(value.dtype).T
 
     def pick(self, index: Tensor) -> Tensor:
-        """Take single coordinates."""
+        """Return single coordinates of the gradients."""
         return self.value[:, index]
 
     def square_norms(self, budget: int) -> Tensor:
-        """Sum the squares."""
+        """Return the squared norm of each gradient."""
         return wide(self.value).square().sum(dim=1)
 
 
 @dataclass(frozen=True)
 class Written:
-    """Gradients that can only be written out, some examples at a time: what a function of a parameter passes back."""
+    """Gradients computed on demand, some examples at a time: those of a parameter behind a function such as a slice."""
 
     write_out: Callable[[int, int], Tensor]  # (start, stop) -> (n, p)
     examples: int
     bytes_each: int
 
     def write(self, start: int, stop: int) -> Tensor:
-        """Write out the gradients of some examples."""
+        """Return the gradients of the examples from `start` to `stop`."""
         return self.write_out(start, stop)
 
     def dot(self, directions: Tensor, budget: int) -> Tensor:
-        """Multiply with dense directions."""
+        """Multiply the gradients by dense directions."""
         return self._over_chunks(lambda part: part.dot(directions, budget), budget)
 
     def pick(self, index: Tensor) -> Tensor:
-        """Take single coordinates."""
+        """Return single coordinates of the gradients."""
         return self._over_chunks(lambda part: part.pick(index), self.bytes_each)
 
     def square_norms(self, budget: int) -> Tensor:
-        """Sum the squares."""
+        """Return the squared norm of each gradient."""
         return self._over_chunks(lambda part: part.square_norms(budget), budget)
 
     def _over_chunks(self, function: Callable[[Direct], Tensor], budget: int) -> Tensor:

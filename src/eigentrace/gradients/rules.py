@@ -1,7 +1,8 @@
-"""One rule per operation: what each parameter's per-example gradient is made of, given the output's gradient.
+"""One rule per operation: how the per-example gradient of each parameter follows from the gradient of the output.
 
-A rule takes a call and the arguments of the function, under their names, and returns for each of its parameters how the
-output's gradient becomes a form. It returns None where it does not apply; the parameter then goes by another engine.
+A rule takes a call and the arguments of the function. For each parameter among them it returns a function that turns
+the gradient of the output into per-example gradients. A rule that does not apply returns None; another engine then
+differentiates the parameter.
 """
 
 import math
@@ -22,35 +23,35 @@ Uses = list[tuple[Tensor, Maker]] | None
 
 @dataclass(frozen=True)
 class Call:
-    """A call whose output holds the examples of a batch along one of its dimensions, perhaps merged with others."""
+    """A function call whose output has the examples of a batch along one dimension, perhaps merged with others."""
 
     output: Tensor
     batch_dim: int
     size: int  # B
 
     def tokens(self, tensor: Tensor) -> Tensor:  # (B, T, width)
-        """Bring the examples to the front, and all else but the last dimension into the middle."""
-        # Computed, since reshape(-1) is undefined for tensors without elements.
+        """Move the examples to the front and flatten all dimensions between them and the last."""
+        # reshape(-1) is undefined for tensors without elements.
         tokens = math.prod(tensor.shape[:-1]) // self.size
         return tensor.movedim(self.batch_dim, 0).reshape(self.size, tokens, tensor.shape[-1])
 
     def factor(self, tensor: Tensor) -> Dense:
-        """Read a tensor as one side of a sum of outer products over tokens."""
+        """Return a tensor as one factor of a sum of outer products over tokens."""
         return Dense(self.tokens(tensor)[:, None])
 
     def channels(self, tensor: Tensor) -> Tensor:  # (B·m, C, *) -> (B, C)
-        """Sum each example over everything but the channels."""
-        places = math.prod(tensor.shape[2:])
-        merged = tensor.reshape(self.size, len(tensor) // self.size, tensor.shape[1], places)
+        """Sum the gradient of each example over all dimensions but the channels."""
+        positions = math.prod(tensor.shape[2:])
+        merged = tensor.reshape(self.size, len(tensor) // self.size, tensor.shape[1], positions)
         return merged.sum(dim=(1, 3))
 
-    def spreads(self, shape: torch.Size) -> bool:
-        """Tell whether something of this shape is shared by all examples rather than having one slice for each."""
-        place = self.batch_dim - self.output.ndim + len(shape)
-        return place < 0 or shape[place] == 1
+    def is_shared(self, shape: torch.Size) -> bool:
+        """Return whether a tensor of this shape is broadcast over the examples, rather than having a slice for each."""
+        dim = self.batch_dim - self.output.ndim + len(shape)
+        return dim < 0 or shape[dim] == 1
 
-    def broadcast(self, tensor: Tensor, shape: torch.Size) -> Tensor:  # (B, p)
-        """Sum each example to the shape of what was broadcast to it."""
+    def sum_to(self, tensor: Tensor, shape: torch.Size) -> Tensor:  # (B, p)
+        """Sum the gradient of each example to the shape of the tensor that was broadcast."""
         shape = torch.Size([1] * (tensor.ndim - len(shape)) + list(shape))
         front = tensor.movedim(self.batch_dim, 0)
         rest = front.shape[1:]
@@ -61,25 +62,25 @@ class Call:
 
 
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Uses:
-    """Y = X Wᵀ + bias over any leading dimensions."""
+    """Differentiate Y = X Wᵀ + bias with any leading dimensions."""
     if weight.ndim != 2:
         return None
-    bias_too = _summed(call, bias, lambda b: b)
+    bias_too = _broadcast(call, bias, lambda b: b)
     return [(weight, lambda b: Outer(call.factor(b), call.factor(input), call.size)), *bias_too]
 
 
 def matmul(call: Call, input: Tensor, other: Tensor) -> Uses:
-    """Y = X W, the parameter on the right."""
+    """Differentiate Y = X W with the parameter W on the right."""
     if other.ndim != 2 or input.ndim < 2:
         return None
     return [(other, lambda b: Outer(call.factor(input), call.factor(b), call.size))]
 
 
 def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Uses:
-    """Y = bias + X W: what Hugging Face's Conv1D computes."""
+    """Differentiate Y = bias + X W, as computed by Hugging Face's Conv1D."""
     if beta != 1 or alpha != 1:
         return None
-    bias = _summed(call, input, lambda b: b)
+    bias = _broadcast(call, input, lambda b: b)
     return [(mat2, lambda b: Outer(call.factor(mat1), call.factor(b), call.size)), *bias]
 
 
@@ -93,26 +94,25 @@ def convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Uses:
-    """Convolve in one, two or three dimensions."""
+    """Differentiate a convolution in one, two or three dimensions."""
     dims = weight.ndim - 2
     if call.batch_dim != 0 or input.ndim != weight.ndim:
         return None
-    kernel, steps, spread = tuple(weight.shape[2:]), _tuple(stride, dims), _tuple(dilation, dims)
+    kernel, strides, dilations = tuple(weight.shape[2:]), _tuple(stride, dims), _tuple(dilation, dims)
     if padding == "valid":
         padding = 0
-    around = (
-        [(d * (k - 1) // 2, d * (k - 1) - d * (k - 1) // 2) for k, d in zip(kernel, spread, strict=True)]
+    margins = (
+        [(d * (k - 1) // 2, d * (k - 1) - d * (k - 1) // 2) for k, d in zip(kernel, dilations, strict=True)]
         if padding == "same"
         else [(p, p) for p in _tuple(padding, dims)]
     )
 
     def of_weight(b: Tensor) -> LayerGradients:
-        x = F.pad(input, [p for pair in reversed(around) for p in pair])
-        # What lies beyond the last window is never seen.
-        windows = Windows(x, call.size, groups, kernel, steps, spread)
+        x = F.pad(input, [p for pair in reversed(margins) for p in pair])
+        windows = Windows(x, call.size, groups, kernel, strides, dilations)
         return Outer(Dense(_positions(b, call.size, groups)), windows, call.size, groups)
 
-    return _with_bias_of_channels(call, weight, of_weight, bias)
+    return _with_channel_bias(call, weight, of_weight, bias)
 
 
 def transposed_convolution(
@@ -126,22 +126,22 @@ def transposed_convolution(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Uses:
-    """Convolve the other way round: here the output is seen through windows, one per input position."""
+    """Differentiate a transposed convolution, whose windows cover the output, one per input position."""
     dims = weight.ndim - 2
     if call.batch_dim != 0 or input.ndim != weight.ndim:
         return None
-    kernel, steps, spread = tuple(weight.shape[2:]), _tuple(stride, dims), _tuple(dilation, dims)
+    kernel, strides, dilations = tuple(weight.shape[2:]), _tuple(stride, dims), _tuple(dilation, dims)
 
     def of_weight(b: Tensor) -> LayerGradients:
         y = F.pad(b, [p for p in reversed(_tuple(padding, dims)) for _ in range(2)])
-        # Output padding adds places that no window need cover: cut what would make one window too many.
-        needed = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(input.shape[2:], steps, spread, kernel)]  # noqa: B905
+        # Output padding adds positions that no window covers. Cut them off, as they may have room for another window.
+        needed = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(input.shape[2:], strides, dilations, kernel)]  # noqa: B905
         for axis, length in enumerate(needed):
             y = y.narrow(2 + axis, 0, length)
-        windows = Windows(y, call.size, groups, kernel, steps, spread)
+        windows = Windows(y, call.size, groups, kernel, strides, dilations)
         return Outer(Dense(_positions(input, call.size, groups)), windows, call.size, groups)
 
-    return _with_bias_of_channels(call, weight, of_weight, bias)
+    return _with_channel_bias(call, weight, of_weight, bias)
 
 
 def embedding(
@@ -154,13 +154,13 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Uses:
-    """Look tokens up; the padding token takes no gradient."""
+    """Differentiate an embedding lookup; the padding token has no gradient."""
     if max_norm is not None or scale_grad_by_freq:
         return None
 
     def of_weight(b: Tensor) -> LayerGradients:
         index, gradients = call.tokens(input.unsqueeze(-1)).squeeze(-1), call.tokens(b)
-        return _looked_up(call, index, gradients, weight, padding_idx)
+        return _lookup(call, index, gradients, weight, padding_idx)
 
     return [(weight, of_weight)]
 
@@ -179,7 +179,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Uses:
-    """Sum or average the entries of bags of equal length."""
+    """Differentiate sums or means of the embeddings of bags of equal length."""
     if offsets is not None or max_norm is not None or scale_grad_by_freq or mode == "max" or call.batch_dim != 0:
         return None
 
@@ -190,7 +190,7 @@ def embedding_bag(
         if mode == "mean":
             shares = shares / shares.sum(dim=1, keepdim=True).clamp_min(1)
         bags = (shares[..., None] * b[:, None]).reshape(call.size, -1, b.shape[-1])
-        return _looked_up(call, input.reshape(call.size, -1), bags, weight, padding_idx)
+        return _lookup(call, input.reshape(call.size, -1), bags, weight, padding_idx)
 
     return [(weight, of_weight)]
 
@@ -203,15 +203,15 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Uses:
-    """Normalise over the last dimensions, then scale and shift."""
-    normal = lambda: F.layer_norm(input, normalized_shape, eps=eps)  # noqa: E731
-    return _scale_and_shift(call, normal, weight, bias)
+    """Differentiate the scale and shift of layer normalisation."""
+    normalised = lambda: F.layer_norm(input, normalized_shape, eps=eps)  # noqa: E731
+    return _scale_and_shift(call, normalised, weight, bias)
 
 
 def rms_norm(
     call: Call, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Uses:
-    """Divide by the root mean square, then scale."""
+    """Differentiate the scale of RMS normalisation."""
     return _scale_and_shift(call, lambda: F.rms_norm(input, normalized_shape, eps=eps), weight, None)
 
 
@@ -223,8 +223,8 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Uses:
-    """Normalise groups of channels, then scale and shift each channel."""
-    return _channelwise(call, lambda: F.group_norm(input, num_groups, eps=eps), weight, bias)
+    """Differentiate the scale and shift of group normalisation."""
+    return _scale_and_shift_channels(call, lambda: F.group_norm(input, num_groups, eps=eps), weight, bias)
 
 
 def batch_norm(
@@ -238,52 +238,52 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Uses:
-    """Normalise by stored statistics, then scale and shift each channel; in training mode examples would mix."""
+    """Differentiate the scale and shift of batch normalisation in evaluation mode; training mode mixes the examples."""
     if training:
         return None
-    normal = lambda: F.batch_norm(input, running_mean, running_var, eps=eps)  # noqa: E731
-    return _channelwise(call, normal, weight, bias)
+    normalised = lambda: F.batch_norm(input, running_mean, running_var, eps=eps)  # noqa: E731
+    return _scale_and_shift_channels(call, normalised, weight, bias)
 
 
 def add(call: Call, input: Any, other: Any, *, alpha: float = 1) -> Uses:
-    """Add a parameter that is broadcast over the examples."""
-    return _summed(call, input, lambda b: b) + _summed(call, other, lambda b: alpha * b)
+    """Differentiate a sum with a parameter that is broadcast over the examples."""
+    return _broadcast(call, input, lambda b: b) + _broadcast(call, other, lambda b: alpha * b)
 
 
 def subtract(call: Call, input: Any, other: Any, *, alpha: float = 1) -> Uses:
-    """Subtract a parameter, or from one."""
-    return _summed(call, input, lambda b: b) + _summed(call, other, lambda b: -alpha * b)
+    """Differentiate a difference with a broadcast parameter on either side."""
+    return _broadcast(call, input, lambda b: b) + _broadcast(call, other, lambda b: -alpha * b)
 
 
 def multiply(call: Call, input: Any, other: Any) -> Uses:
-    """Multiply with a parameter that is broadcast over the examples."""
-    return _summed(call, input, lambda b: b * other) + _summed(call, other, lambda b: b * input)
+    """Differentiate an elementwise product with a broadcast parameter."""
+    return _broadcast(call, input, lambda b: b * other) + _broadcast(call, other, lambda b: b * input)
 
 
 def divide(call: Call, input: Any, other: Any, *, rounding_mode: str | None = None) -> Uses:
-    """Divide by a parameter, or one by something."""
+    """Differentiate a quotient with a broadcast parameter on either side."""
     if rounding_mode is not None:
         return None
-    return _summed(call, input, lambda b: b / other) + _summed(call, other, lambda b: -b * input / other**2)
+    return _broadcast(call, input, lambda b: b / other) + _broadcast(call, other, lambda b: -b * input / other**2)
 
 
 def where(call: Call, condition: Any, input: Any, other: Any) -> Uses:
-    """Choose between a parameter and something else, place by place; as a method the tensor stands first."""
+    """Differentiate `torch.where(condition, input, other)`, or `input.where(condition, other)`."""
     if condition.dtype != torch.bool:
         condition, input = input, condition
-    return _summed(call, input, lambda b: b * condition) + _summed(call, other, lambda b: b * ~condition)
+    return _broadcast(call, input, lambda b: b * condition) + _broadcast(call, other, lambda b: b * ~condition)
 
 
 def expand(call: Call, input: Tensor, *sizes: Any, **named: Any) -> Uses:
-    """Hand a copy of the parameter to every example."""
-    return _summed(call, input, lambda b: b)
+    """Differentiate an expansion of a parameter over the examples."""
+    return _broadcast(call, input, lambda b: b)
 
 
 def repeat(call: Call, input: Tensor, *sizes: Any) -> Uses:
-    """Hand a copy of the parameter to every example, where nothing else is repeated."""
+    """Differentiate a repetition of a parameter over the examples, with no other dimension repeated."""
     shape = (*(1,) * (call.output.ndim - input.ndim), *input.shape)
     rest = [n == m for d, (n, m) in enumerate(zip(shape, call.output.shape, strict=True)) if d != call.batch_dim]
-    return _summed(call, input, lambda b: b) if all(rest) else None
+    return _broadcast(call, input, lambda b: b) if all(rest) else None
 
 
 RULES: Mapping[str, Callable[..., Uses]] = {
@@ -314,43 +314,48 @@ RULES: Mapping[str, Callable[..., Uses]] = {
 }
 
 
-def _summed(call: Call, value: Any, of: Callable[[Tensor], Tensor]) -> list:
-    """Use a value that was broadcast: each example's gradient, summed to its shape."""
-    if not isinstance(value, Tensor) or not call.spreads(value.shape):
+def _broadcast(call: Call, value: Any, local: Callable[[Tensor], Tensor]) -> list:
+    """Return the use of a tensor that was broadcast over the examples; none for other arguments.
+
+    `local` maps the gradient of the output to the gradient of the broadcast tensor, which is summed to its shape.
+    """
+    if not isinstance(value, Tensor) or not call.is_shared(value.shape):
         return []
-    return [(value, lambda b: Direct(call.broadcast(of(b), value.shape)))]
+    return [(value, lambda b: Direct(call.sum_to(local(b), value.shape)))]
 
 
-def _scale_and_shift(call: Call, normal: Callable[[], Tensor], weight: Tensor | None, bias: Tensor | None) -> Uses:
+def _scale_and_shift(call: Call, normalised: Callable[[], Tensor], weight: Tensor | None, bias: Tensor | None) -> Uses:
     def flat(b: Tensor, shape: torch.Size) -> Tensor:  # (B, p)
         repeats = b.numel() // (call.size * math.prod(shape))
         return b.movedim(call.batch_dim, 0).reshape(call.size, repeats, math.prod(shape)).sum(dim=1)
 
     uses: list = []
     if weight is not None:
-        uses.append((weight, lambda b: Direct(flat(b * normal(), weight.shape))))
+        uses.append((weight, lambda b: Direct(flat(b * normalised(), weight.shape))))
     if bias is not None:
         uses.append((bias, lambda b: Direct(flat(b, bias.shape))))
     return uses
 
 
-def _with_bias_of_channels(call: Call, weight: Tensor, of_weight: Maker, bias: Tensor | None) -> Uses:
+def _with_channel_bias(call: Call, weight: Tensor, of_weight: Maker, bias: Tensor | None) -> Uses:
     own: list = [] if bias is None else [(bias, lambda b: Direct(call.channels(b)))]
     return [(weight, of_weight), *own]
 
 
-def _channelwise(call: Call, normal: Callable[[], Tensor], weight: Tensor | None, bias: Tensor | None) -> Uses:
+def _scale_and_shift_channels(
+    call: Call, normalised: Callable[[], Tensor], weight: Tensor | None, bias: Tensor | None
+) -> Uses:
     if call.batch_dim != 0:
         return None
     uses: list = []
     if weight is not None:
-        uses.append((weight, lambda b: Direct(call.channels(b * normal()))))
+        uses.append((weight, lambda b: Direct(call.channels(b * normalised()))))
     if bias is not None:
         uses.append((bias, lambda b: Direct(call.channels(b))))
     return uses
 
 
-def _looked_up(call: Call, index: Tensor, gradients: Tensor, weight: Tensor, padding_idx: int | None) -> LayerGradients:
+def _lookup(call: Call, index: Tensor, gradients: Tensor, weight: Tensor, padding_idx: int | None) -> LayerGradients:
     if padding_idx is not None:
         gradients = gradients * (index != padding_idx % len(weight)).unsqueeze(-1)
     return Outer(OneHot(index.long(), len(weight)), Dense(gradients[:, None]), call.size)

@@ -1,4 +1,4 @@
-"""Tap the gradients that flow back to each use of a parameter, where planning has found the examples to lie."""
+"""Tap the gradients that flow back to each use of a parameter, with the examples along the planned dimension."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,16 +10,16 @@ from torch import Tensor
 from eigentrace.gradients.layer_gradients import Direct, LayerGradients, Written
 from eigentrace.gradients.outer_products import Outer
 from eigentrace.gradients.rules import Call
-from eigentrace.gradients.watch import Key, Trace, Visit, Watch, Watched, tensors_in, traced
+from eigentrace.gradients.watch import Dependence, Key, Visit, Watch, Watched, marked, tensors_in
 
-# Functions whose rules do not read their other input, which may be overwritten afterwards.
-_READ_NOTHING = frozenset({"add", "add_", "__iadd__", "__radd__", "sub", "sub_", "expand", "repeat", "where"})
+# Functions whose rules do not use their other input, which may therefore be modified in place afterwards.
+_INPUT_UNUSED = frozenset({"add", "add_", "__iadd__", "__radd__", "sub", "sub_", "expand", "repeat", "where"})
 
 Receive = Callable[[Watched, LayerGradients], None]
 
 
 class UnplannedError(RuntimeError):
-    """The model did something with parameters that it did not do while planning."""
+    """The model used parameters in a way that it did not while planning."""
 
     def __init__(self, message: str, roots: Sequence[str]) -> None:
         super().__init__(message)
@@ -27,32 +27,42 @@ class UnplannedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A call as it came by while planning."""
+class ObservedCall:
+    """A call observed while planning."""
 
     function: str
+    """Its name."""
     shapes: tuple[torch.Size, ...]
+    """Of its outputs."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the examples of a batch lie in what each use of a parameter gives."""
+    """The dimension of the examples in the output of each use of a parameter."""
 
     batch_dims: Mapping[Key, int | None]
+    """None for uses whose output does not depend on the number of examples."""
     functions: Mapping[Key, str]
-    alone: frozenset[Key]
-    """Uses in which each example had one row: more may then lie in an order that was not checked."""
+    unmerged: frozenset[Key]
+    """Uses whose dimension has length 1 per example: with a greater length, the order would not have been checked."""
     distinct: int
-    """Different examples the plan was checked on."""
+    """Number of different examples that the plan was checked on."""
     without_rule: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that no rule covers, with the reason."""
+    """Parameters that no rule covers, with the reasons."""
     uses: Mapping[str, int] = field(default_factory=dict)
-    """How often each of the others sends a gradient."""
+    """Number of gradients that each other parameter receives in one pass."""
     checked: bool = False
+    """Whether the rules were compared with ordinary gradients."""
 
     @staticmethod
-    def of(few: Mapping[Key, Seen], more: Mapping[Key, Seen], num_few: int, num_more: int, distinct: int) -> "Plan":
-        """Compare what came by for two sizes of batch: what grew with it holds the examples."""
+    def of(
+        few: Mapping[Key, ObservedCall],
+        more: Mapping[Key, ObservedCall],
+        num_few: int,
+        num_more: int,
+        distinct: int,
+    ) -> "Plan":
+        """Compare the calls for two batch sizes: the examples are along the dimension that grew in proportion."""
         dims: dict[Key, int | None] = {}
         for key in few.keys() & more.keys():
             a, b = few[key], more[key]
@@ -60,15 +70,15 @@ class Plan:
                 found = {_grown(s, t, num_few, num_more) for s, t in zip(a.shapes, b.shapes, strict=True)}
                 if len(found) == 1 and (dim := found.pop()) != _UNCLEAR:
                     dims[key] = dim
-        alone = {key for key, dim in dims.items() if dim is not None and few[key].shapes[0][dim] == num_few}
-        return Plan(dims, {key: few[key].function for key in dims}, frozenset(alone), distinct)
+        unmerged = {key for key, dim in dims.items() if dim is not None and few[key].shapes[0][dim] == num_few}
+        return Plan(dims, {key: few[key].function for key in dims}, frozenset(unmerged), distinct)
 
 
 _UNCLEAR = -1
 
 
 def _grown(few: torch.Size, more: torch.Size, num_few: int, num_more: int) -> int | None:
-    """Return the one dimension that grew in proportion, None if none did, or _UNCLEAR."""
+    """Return the only dimension that grew, in proportion to the batch; None if none grew; otherwise _UNCLEAR."""
     if few == more:
         return None
     if len(few) != len(more):
@@ -77,22 +87,22 @@ def _grown(few: torch.Size, more: torch.Size, num_few: int, num_more: int) -> in
     return grown[0] if len(grown) == 1 and few[grown[0]] * num_more == more[grown[0]] * num_few else _UNCLEAR
 
 
-def survey(params: Mapping[str, Tensor], batch: Any, run: Callable[[Any], Any], fused: bool) -> dict[Key, Seen]:
-    """Write down what every use of a parameter gives, taking nothing."""
-    seen: dict[Key, Seen] = {}
+def survey(params: Mapping[str, Tensor], batch: Any, run: Callable[[Any], Any], fused: bool) -> dict[Key, ObservedCall]:
+    """Run the model and record the shapes of the outputs of every use of a parameter."""
+    seen: dict[Key, ObservedCall] = {}
 
     def visit(visit: Visit) -> Any:
         shapes = tuple(t.shape for t in tensors_in((visit.output,)))
-        seen.update(dict.fromkeys(visit.keys, Seen(visit.name, shapes)))
-        return None if visit.trace is Trace.APART else visit.output
+        seen.update(dict.fromkeys(visit.keys, ObservedCall(visit.name, shapes)))
+        return None if visit.dependence is Dependence.NONE else visit.output
 
     with torch.enable_grad(), Watch(params, visit, fused):
-        run(traced(batch))
+        run(marked(batch))
     return seen
 
 
 class Taps:
-    """Visits calls of a planned model and sends the gradient of each use on its way back to a receiver."""
+    """Hooks on the calls of a planned model, which pass the gradient of each use to `receive` in the backward pass."""
 
     def __init__(self, plan: Plan, size: int, device: torch.device, receive: Receive) -> None:
         self.plan, self.size, self.receive = plan, size, receive
@@ -104,11 +114,11 @@ class Taps:
     def run(
         self, params: Mapping[str, Tensor], batch: Any, function: Callable[[Any], Tensor], fused: bool
     ) -> Tensor:  # (B,)
-        """Evaluate losses under the taps, and differentiate their sum."""
+        """Evaluate the losses under the taps, and differentiate their sum."""
         with torch.enable_grad():
             watch = Watch(params, self._visit, fused)
             with watch:
-                losses = function(traced(batch))
+                losses = function(marked(batch))
             self.read = frozenset(watch.read)
             if losses.requires_grad:
                 ends = [self.anchor, *(t for t in watch.ends if t.is_leaf and t.requires_grad)]
@@ -118,52 +128,53 @@ class Taps:
     def _visit(self, visit: Visit) -> Any:
         if all(root in self.plan.without_rule for root in visit.roots):
             return visit.output
-        why = self._objection(visit)
-        if why is not None:
-            return self._refuse(visit, why)
+        reason = self._deviation(visit)
+        if reason is not None:
+            return self._reject(visit, reason)
         dim = self.plan.batch_dims[visit.key]
         if dim is None:
             return None
         if visit.name == "scaled_dot_product_attention":
-            return self._spread_mask(visit)
+            return self._expand_mask(visit)
         uses = visit.uses(Call(visit.output.detach(), dim, self.size))
         if uses is None:
-            return self._refuse(visit, "has no rule")
-        return self._tap(visit, visit.output, uses, [] if visit.name in _READ_NOTHING else visit.inputs)
+            return self._reject(visit, "has no rule")
+        return self._tap(visit, visit.output, uses, [] if visit.name in _INPUT_UNUSED else visit.inputs)
 
-    def _objection(self, visit: Visit) -> str | None:
-        """Say why the plan does not hold for a call, if it does not."""
+    def _deviation(self, visit: Visit) -> str | None:
+        """Return how a call deviates from the plan, in words that follow the function's name; None if it does not."""
         if self.plan.functions.get(visit.key) != visit.name:
-            return "does not keep the examples of a batch apart"
-        if visit.trace is Trace.MOVED:
-            return "meets examples that were picked by numbers of the batch"
+            return "has an output in which the examples of the batch could not be located"
+        if visit.dependence is Dependence.MOVED:
+            return "receives examples that were moved or selected by values of the batch"
         dim = self.plan.batch_dims[visit.key]
         if dim is None:
-            return None if visit.trace is Trace.APART else "takes single examples"
+            return None if visit.dependence is Dependence.NONE else "receives only some examples of the batch"
         if not isinstance(visit.output, Tensor):
-            return "gives several results"
+            return "returns several outputs"
         length = visit.output.shape[dim]
-        if length % self.size or (visit.key in self.plan.alone and length != self.size):
-            return "gives another number of rows per example than before"
+        if length % self.size or (visit.key in self.plan.unmerged and length != self.size):
+            return "returns an output of another length per example than while planning"
         return None
 
-    def _refuse(self, visit: Visit, why: str) -> Any:
+    def _reject(self, visit: Visit, reason: str) -> Any:
+        """Leave the parameters of a call to another engine; if the plan was checked already, raise UnplannedError."""
         if self.plan.checked:
-            raise UnplannedError(f"{visit.name} {why}", visit.roots)
-        self.without_rule.update(dict.fromkeys(visit.roots, f"{visit.name} {why}"))
+            raise UnplannedError(f"{visit.name} {reason}", visit.roots)
+        self.without_rule.update(dict.fromkeys(visit.roots, f"{visit.name} {reason}"))
         return visit.output
 
-    def _spread_mask(self, visit: Visit) -> Any:
-        """Hand a bias of attention scores to each example, and tap it there."""
+    def _expand_mask(self, visit: Visit) -> Any:
+        """Expand a learned attention bias over the examples, and tap the expanded tensor."""
         (key,) = visit.found
         mask = next(t for t in tensors_in(visit.args, visit.kwargs) if id(t) == key)
         shape = (self.size, *(1,) * (3 - mask.ndim), *mask.shape[max(0, mask.ndim - 3) :])
         if mask.ndim > 4 or (mask.ndim == 4 and len(mask) != 1) or len(visit.inputs[0]) != self.size:
-            return self._refuse(visit, "has no rule")
-        spread = mask.expand(shape)
-        call = Call(spread, 0, self.size)
-        spread = self._tap(visit, spread, [(mask, lambda b: Direct(call.broadcast(b, mask.shape)))], [])
-        return visit.with_swapped({key: spread})
+            return self._reject(visit, "has no rule")
+        expanded = mask.expand(shape)
+        call = Call(expanded, 0, self.size)
+        expanded = self._tap(visit, expanded, [(mask, lambda b: Direct(call.sum_to(b, mask.shape)))], [])
+        return visit.call_with({key: expanded})
 
     def _tap(self, visit: Visit, output: Tensor, uses: list, reads: list[Tensor]) -> Tensor:
         if not output.requires_grad:
@@ -174,10 +185,10 @@ class Taps:
         for root in roots:
             self.sent[root] = self.sent.get(root, 0) + 1
 
-        # It must not refer to the visit, which holds the output, which holds this hook: nothing would free the circle.
+        # A reference to the visit would be a cycle (visit, output, hook) that the garbage collector cannot free.
         def send(gradient: Tensor) -> None:
             if [t._version for t in reads] != versions:
-                raise UnplannedError(f"{name} met an input that was overwritten after it was used", roots)
+                raise UnplannedError(f"{name} has an input that was modified in place after the call", roots)
             for watched, make in targets:
                 receive(watched, make(gradient))
             for held in (targets, reads, versions):
@@ -188,7 +199,7 @@ class Taps:
 
 
 class _Root(torch.autograd.Function):
-    """Gives a tensor that depends on no differentiated number a place where the backward pass can end."""
+    """Identity that makes a tensor require gradients, by a dummy input at which the backward pass ends."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
@@ -199,12 +210,12 @@ class _Root(torch.autograd.Function):
         return None, None
 
 
-def returned(watched: Watched, form: LayerGradients) -> Iterator[tuple[str, LayerGradients]]:
-    """Pass a gradient of something made of parameters back to the parameters it was made of."""
+def parameter_gradients(watched: Watched, form: LayerGradients) -> Iterator[tuple[str, LayerGradients]]:
+    """Yield the gradients of the parameters that a watched tensor was computed from."""
     is_matrix = isinstance(form, Outer) and form.groups == 1
-    if watched.turned is False or (watched.turned and is_matrix):
+    if watched.transposed is False or (watched.transposed and is_matrix):
         (root,) = watched.leaves
-        yield root, form.transposed() if watched.turned else form  # type: ignore[attr-defined]
+        yield root, form.transposed() if watched.transposed else form  # type: ignore[attr-defined]
         return
     shadow = watched.shadow
     for root, leaf in watched.leaves.items():

@@ -1,10 +1,11 @@
-"""Watch the functions a model calls on its parameters.
+"""Watch the functions that a model calls on its parameters.
 
-Functions are watched rather than modules, so that tied weights, functional calls, adapters and bare parameters all come
-by. Whatever is made of parameters alone (a cast, a slice, a transposed view, `1 + weight`) is watched in turn.
+Functions are watched rather than modules, which covers tied weights, functional calls, adapters and bare parameters.
+Tensors computed from parameters alone (a cast, a slice, a transposed view, `1 + weight`) are watched in turn.
 
-Tensors carry a trace of the batch along. A rule may count on the examples lying where planning found them only while
-nothing that depends on the numbers of a batch (a mask, a sort by length, a router) has picked among them.
+Tensors are marked with how they depend on the batch. A rule relies on the examples being at the positions found while
+planning, which no longer holds after a selection that depends on values of the batch (a mask, a sort by length, a
+router).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,22 +23,25 @@ from eigentrace.data.batch import map_tensors
 from eigentrace.gradients.rules import RULES, Call, Uses
 
 
-class Trace(IntEnum):
+class Dependence(IntEnum):
     """How a tensor depends on the batch."""
 
-    APART = 0
-    BATCH = 1
+    NONE = 0
+    """Not at all."""
+    IN_PLACE = 1
+    """It does, with the examples at their positions."""
     MOVED = 2
+    """It does, and examples may have been moved or selected by values of the batch."""
 
 
-# Functions that take examples, or parts of them, to places that an index tensor names, by the argument that names the
-# dimension; those without one move across all of them.
+# Functions that move examples, or parts of them, along one dimension, with the position of the `dim` argument.
 _BY_DIM = {
     "gather": 1,
     "take_along_dim": 2,
     "sort": 1,
     "topk": 2,
 }
+# Functions that may move examples along any dimension.
 _EVERYWHERE = frozenset(
     {
         "masked_select",
@@ -49,7 +53,7 @@ _EVERYWHERE = frozenset(
 )
 
 
-# Functions that write some rows into others. What was picked out returns home; what was not is moved.
+# Functions that write into selected positions. Selected examples return to their positions; others are moved.
 _WRITE = frozenset(
     {
         *("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "index_add", "index_add_"),
@@ -58,68 +62,68 @@ _WRITE = frozenset(
 )
 
 
-# Functions that hand numbers of a tensor to Python, one or many: what the model does next may depend on them.
+# Functions that return one or many values of a tensor to Python: what the model does next may depend on them.
 READ_ONE = frozenset({"item", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose"})
 READ_MANY = frozenset({"tolist", "numpy", "__array__"})
 
 
-def trace_of(tensor: Tensor) -> Trace:
-    """Return what is known of a tensor."""
-    return getattr(tensor, "_eigentrace", Trace.APART)
+def dependence_of(tensor: Tensor) -> Dependence:
+    """Return how a tensor is marked; unmarked ones do not depend on the batch."""
+    return getattr(tensor, "_eigentrace", Dependence.NONE)
 
 
-def mark(tensor: Tensor, trace: Trace) -> None:
-    """Write a tensor's origin on it: on the object, so that it goes when the tensor goes."""
-    tensor._eigentrace = trace  # type: ignore[attr-defined]
+def mark(tensor: Tensor, dependence: Dependence) -> None:
+    """Set the dependence of a tensor, as an attribute, which lives no longer than the tensor."""
+    tensor._eigentrace = dependence  # type: ignore[attr-defined]
 
 
-def follow(func: Callable, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
-    """Mark what a function gave by what it was given."""
+def propagate(func: Callable, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
+    """Mark the outputs of a function according to its inputs."""
     inputs = list(tensors_in(args, kwargs))
-    trace = max((trace_of(t) for t in inputs), default=Trace.APART)
-    if trace is Trace.APART:
+    dependence = max((dependence_of(t) for t in inputs), default=Dependence.NONE)
+    if dependence is Dependence.NONE:
         return
     if func.__name__ in _WRITE:
         base, *others = inputs
-        written = max((trace_of(t) for t in others if t.is_floating_point()), default=Trace.APART)
-        moved = written is Trace.BATCH and any(trace_of(t) for t in others if not t.is_floating_point())
-        trace = Trace.MOVED if moved or trace_of(base) is Trace.MOVED else Trace.BATCH
-        mark(base, max(trace, trace_of(base)))
-    elif trace is Trace.BATCH and _moves(func.__name__, args, kwargs):
-        trace = Trace.MOVED
+        written = max((dependence_of(t) for t in others if t.is_floating_point()), default=Dependence.NONE)
+        moved = written is Dependence.IN_PLACE and any(dependence_of(t) for t in others if not t.is_floating_point())
+        dependence = Dependence.MOVED if moved or dependence_of(base) is Dependence.MOVED else Dependence.IN_PLACE
+        mark(base, max(dependence, dependence_of(base)))
+    elif dependence is Dependence.IN_PLACE and _moves(func.__name__, args, kwargs):
+        dependence = Dependence.MOVED
     for result in tensors_in((output,)):
-        if not any(result is t for t in inputs) or trace is Trace.MOVED:
-            mark(result, trace)
+        if not any(result is t for t in inputs) or dependence is Dependence.MOVED:
+            mark(result, dependence)
 
 
 def _moves(name: str, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a function picks among examples by numbers of the batch, or may."""
-    if not args or not isinstance(args[0], Tensor) or trace_of(args[0]) is Trace.APART:
-        return False  # a table that is looked up, not examples
+    """Return whether a function may move or select examples by values of the batch."""
+    if not args or not isinstance(args[0], Tensor) or dependence_of(args[0]) is Dependence.NONE:
+        return False  # a lookup table, not examples
     if name in _BY_DIM:
-        place = _BY_DIM[name]
-        dim = args[place] if len(args) > place else kwargs.get("dim", -1)
+        position = _BY_DIM[name]
+        dim = args[position] if len(args) > position else kwargs.get("dim", -1)
         return dim in (0, -args[0].ndim)
     if name == "__getitem__":
-        return _picks(args[1])
+        return _selects_by_values(args[1])
     if name == "index_select":
-        return any(trace_of(t) for t in tensors_in(args[1:], kwargs))
+        return any(dependence_of(t) for t in tensors_in(args[1:], kwargs))
     sizes = args[1] if len(args) > 1 else kwargs.get("split_size_or_sections")
     return name in _EVERYWHERE or (name == "split" and isinstance(sizes, list | tuple))
 
 
-def _picks(index: Any) -> bool:
-    """Tell whether an index chooses among examples by numbers of the batch.
+def _selects_by_values(index: Any) -> bool:
+    """Return whether an index selects examples by values of the batch.
 
-    The first tensor of an index decides: in `x[arange(B), last]` each example picks within itself.
+    The first tensor of the index decides: `x[arange(B), last]` only selects within each example.
     """
     items = index if isinstance(index, tuple) else (index,)
     first = next((item for item in items if isinstance(item, Tensor) and item.ndim > 0), None)
-    return first is not None and trace_of(first) is not Trace.APART
+    return first is not None and dependence_of(first) is not Dependence.NONE
 
 
 def tensors_in(args: Any, kwargs: Mapping[str, Any] | None = None) -> Iterator[Tensor]:
-    """Yield the tensors among a function's arguments or results, those in lists included."""
+    """Yield the tensors among the arguments or outputs of a function, including those in lists and tuples."""
     for value in (*args, *(kwargs or {}).values()):
         if isinstance(value, Tensor):
             yield value
@@ -127,13 +131,13 @@ def tensors_in(args: Any, kwargs: Mapping[str, Any] | None = None) -> Iterator[T
             yield from (item for item in value if isinstance(item, Tensor))
 
 
-# Functions that autocast runs in the smaller type: casting their input here keeps one cast copy instead of two.
+# Functions that autocast runs in the smaller type: casting their input here keeps one copy of it instead of two.
 _CAST = frozenset({"linear", "matmul", "mm", "__matmul__", "addmm", "conv1d", "conv2d", "conv3d"})
-# Functions that may turn a matrix over ("__get__" reads the attribute T), and those that change its type at most.
-_TURNS = frozenset({"t", "transpose", "permute", "swapaxes", "swapdims", "__get__"})
+# Functions that may transpose a matrix ("__get__" reads the attribute T), and those that change at most its type.
+_TRANSPOSES = frozenset({"t", "transpose", "permute", "swapaxes", "swapdims", "__get__"})
 _CASTS = frozenset({"to", "float", "double", "bfloat16", "type", "type_as", "contiguous"})
-# Up to this many tokens memory-efficient attention is faster than flash attention: on an H200 .70 against 1.91 µs an
-# example at 50 tokens and 16 heads, .31 against .92 at 32 and 8, but 7.6 against 6.0 at 256 and 12.
+# Up to this many tokens memory-efficient attention is faster than flash attention. On an H200, in µs per example: 0.70
+# against 1.91 at 50 tokens and 16 heads, 0.31 against 0.92 at 32 and 8, but 7.6 against 6.0 at 256 and 12.
 _SHORT = 128
 
 _READING = READ_ONE | READ_MANY
@@ -143,15 +147,15 @@ Key = tuple[str, int]
 
 @dataclass
 class Watched:
-    """A parameter, or something made of parameters alone, by the path that led to it."""
+    """A parameter, or a tensor computed from parameters alone, identified by the calls that led to it."""
 
     path: str
     shadow: Tensor
-    """The same numbers at the end of a graph of their own, along which gradients return to the roots."""
+    """The same values, as the output of a separate graph that propagates gradients back to the parameters."""
     leaves: Mapping[str, Tensor]
-    """The roots at the beginning of that graph."""
-    turned: bool | None = False
-    """Whether it is its root transposed (or, False, the root itself in another type); None for anything else."""
+    """The parameters, as the inputs of that graph."""
+    transposed: bool | None = False
+    """True for a transposed parameter, False for a parameter itself (in any type), None for anything else."""
     uses: int = 0
 
 
@@ -163,6 +167,7 @@ class Visit:
     args: tuple
     kwargs: dict[str, Any]
     found: dict[int, Watched]
+    """By the id of the tensor."""
     _output: Any
 
     def __post_init__(self) -> None:
@@ -172,12 +177,12 @@ class Visit:
 
     @property
     def key(self) -> Key:
-        """Which use of which watched tensor this is."""
+        """The watched tensor (the first, if there are several) and the number of this use of it."""
         return self.keys[0]
 
     @property
     def name(self) -> str:
-        """What the function is called."""
+        """The name of the function."""
         return self.function.__name__
 
     @property
@@ -191,21 +196,21 @@ class Visit:
         return [t for t in tensors_in(self.args, self.kwargs) if id(t) not in self.found]
 
     @property
-    def trace(self) -> Trace:
-        """Where the other tensors come from."""
-        return max((trace_of(t) for t in self.inputs), default=Trace.APART)
+    def dependence(self) -> Dependence:
+        """How the other tensors depend on the batch."""
+        return max((dependence_of(t) for t in self.inputs), default=Dependence.NONE)
 
     @property
     def output(self) -> Any:
-        """Call the function, once."""
+        """The output of the function, which is called on first access."""
         if self._output is None:
             self._cast_input()
             self._output = self.function(*self.args, **self.kwargs)
         return self._output
 
-    def with_swapped(self, by_id: Mapping[int, Tensor]) -> Any:
-        """Call the function with other tensors in the place of some."""
-        args, kwargs = _swapped(self.args, self.kwargs, by_id)
+    def call_with(self, by_id: Mapping[int, Tensor]) -> Any:
+        """Call the function with some tensors replaced, by id."""
+        args, kwargs = _substituted(self.args, self.kwargs, by_id)
         return self.function(*args, **kwargs)
 
     def _cast_input(self) -> None:
@@ -214,17 +219,17 @@ class Visit:
         if first is None or first.dtype != torch.float32 or not torch.is_autocast_enabled(first.device.type):
             return
         small = first.to(torch.get_autocast_dtype(first.device.type))
-        mark(small, trace_of(first))
-        self.args, self.kwargs = _swapped(self.args, self.kwargs, {id(first): small})
+        mark(small, dependence_of(first))
+        self.args, self.kwargs = _substituted(self.args, self.kwargs, {id(first): small})
 
     def uses(self, call: Call) -> Uses:
-        """Ask the function's rule, if it has one that takes these arguments and covers every watched one."""
+        """Apply the rule of the function; None if no rule accepts these arguments and covers all watched tensors."""
         rule = RULES.get(self.name)
         if rule is None:
             return None
         try:
             uses = rule(call, *self.args, **self.kwargs)
-        except TypeError:  # called with arguments that the rule does not know
+        except TypeError:  # arguments that the rule does not accept
             return None
         if uses is None or not self.found.keys() <= {id(value) for value, _ in uses}:
             return None
@@ -232,13 +237,13 @@ class Visit:
 
 
 class Watch(TorchFunctionMode):
-    """Follows parameters, and what comes of a batch, through the functions called under it.
+    """A mode that watches the parameters, and marks what depends on the batch, in all functions called under it.
 
     Args:
-        params: The parameters, as the very tensors the model will meet.
-        visit: Takes a call that involves watched tensors and returns its output, or None to let the output be
-            watched as something made of parameters alone.
-        fused: Whether attention may take a fused kernel; the fastest one for its length is then chosen.
+        params: The parameters, as the tensor objects that the model uses.
+        visit: Called with each call on watched tensors; returns its output, or None to have the output watched as
+            computed from parameters alone.
+        fused: Whether attention may use a fused kernel; the fastest one for its length is then chosen.
     """
 
     def __init__(self, params: Mapping[str, Tensor], visit: Callable[[Visit], Any], fused: bool) -> None:
@@ -246,10 +251,10 @@ class Watch(TorchFunctionMode):
         self.visit, self.fused = visit, fused
         self.watched: dict[int, Watched] = {}
         self.read: set[str] = set()
-        """Functions by which the model read numbers that came of the batch."""
+        """Names of the functions by which the model read values of the batch into Python."""
         self.ends: list[Tensor] = []
-        """Tensors the model itself wants gradients of: where the backward pass must go, too."""
-        self._alive: list[Any] = []  # what ids stand for must not be collected
+        """Tensors on which the model called `requires_grad_`: the backward pass must reach them too."""
+        self._alive: list[Any] = []  # tensors whose ids are used must not be garbage-collected
         for name, value in params.items():
             if value.numel():
                 with torch.enable_grad():
@@ -265,8 +270,8 @@ class Watch(TorchFunctionMode):
                 output = self._call(func, args, kwargs)
         else:
             output = self._call(func, args, kwargs)
-        follow(func, args, kwargs, output)
-        if func.__name__ in _READING and any(trace_of(t) for t in tensors_in(args)):
+        propagate(func, args, kwargs, output)
+        if func.__name__ in _READING and any(dependence_of(t) for t in tensors_in(args)):
             self.read.add(func.__name__)
         if func.__name__ == "requires_grad_":
             self.ends.append(output)
@@ -280,15 +285,15 @@ class Watch(TorchFunctionMode):
         if func.__name__ not in _CAST:
             output = func(*args, **kwargs)
             if id(output) in found or not any(t.is_floating_point() for t in tensors_in((output,))):
-                return output  # a view that is the tensor itself, a shape, a type
+                return output  # the tensor itself, a shape or a type
         visit = Visit(func, args, kwargs, found, output)
         result = self.visit(visit)
         return self._derive(visit) if result is None else result
 
     def _derive(self, visit: Visit) -> Any:
-        """Compute a function of parameters once more on their shadows, and watch what comes out."""
+        """Repeat a function of parameters on their shadows, and watch its output."""
         with torch.enable_grad():
-            shadow = visit.with_swapped({key: w.shadow for key, w in visit.found.items()})
+            shadow = visit.call_with({key: w.shadow for key, w in visit.found.items()})
         leaves = {root: leaf for w in visit.found.values() for root, leaf in w.leaves.items()}
         parts = shadow if isinstance(shadow, tuple | list) else (shadow,)
         plain = []
@@ -296,18 +301,18 @@ class Watch(TorchFunctionMode):
             value = part.detach() if isinstance(part, Tensor) else part
             self._alive.append(value)
             if isinstance(part, Tensor) and part.requires_grad:
-                path = f"{visit.key[0]}/{visit.key[1]}.{number}"  # where it comes from is its name
-                self.watched[id(value)] = Watched(path, part, leaves, _turn(visit, part))
+                path = f"{visit.key[0]}/{visit.key[1]}.{number}"  # named by its origin
+                self.watched[id(value)] = Watched(path, part, leaves, _transposition(visit, part))
             plain.append(value)
         return type(shadow)(plain) if isinstance(shadow, tuple | list) else plain[0]
 
 
-def traced(batch: Any) -> Any:
-    """Return a batch of new tensors over the same numbers, marked as the batch; the caller's own stay as they are."""
+def marked(batch: Any) -> Any:
+    """Return a copy of a batch that shares its memory, with tensors marked as the batch; the original is unchanged."""
 
     def alias(tensor: Tensor) -> Tensor:
         other = tensor.detach()
-        mark(other, Trace.BATCH)
+        mark(other, Dependence.IN_PLACE)
         return other
 
     return map_tensors(alias, batch)
@@ -321,25 +326,27 @@ def _attention(args: tuple, kwargs: Mapping[str, Any]) -> Any:
     return sdpa_kernel([*fused, SDPBackend.MATH], set_priority=True)
 
 
-def _turn(visit: Visit, shadow: Tensor) -> bool | None:
-    """Tell whether a new tensor is its root transposed, the root in another type, or neither."""
+def _transposition(visit: Visit, shadow: Tensor) -> bool | None:
+    """Return whether a new tensor is a parameter transposed (True), a parameter (False), or neither (None)."""
     before = next(iter(visit.found.values()))
-    if len(visit.found) != 1 or before.turned is None:
+    if len(visit.found) != 1 or before.transposed is None:
         return None
     if visit.name in _CASTS:
-        return before.turned
+        return before.transposed
     reversed_dims = shadow.ndim == 2 and shadow.stride() == before.shadow.stride()[::-1]
-    is_turn = visit.name in _TURNS and reversed_dims and shadow.shape == before.shadow.shape[::-1]
-    return not before.turned if is_turn else None
+    is_transpose = visit.name in _TRANSPOSES and reversed_dims and shadow.shape == before.shadow.shape[::-1]
+    return not before.transposed if is_transpose else None
 
 
-def _swapped(args: tuple, kwargs: dict[str, Any], by_id: Mapping[int, Tensor]) -> tuple[tuple, dict[str, Any]]:
-    return tuple(_swap(value, by_id) for value in args), {key: _swap(value, by_id) for key, value in kwargs.items()}
+def _substituted(args: tuple, kwargs: dict[str, Any], by_id: Mapping[int, Tensor]) -> tuple[tuple, dict[str, Any]]:
+    return tuple(_substitute(value, by_id) for value in args), {
+        key: _substitute(value, by_id) for key, value in kwargs.items()
+    }
 
 
-def _swap(value: Any, by_id: Mapping[int, Tensor]) -> Any:
+def _substitute(value: Any, by_id: Mapping[int, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return by_id.get(id(value), value)
     if type(value) in (tuple, list):
-        return type(value)(_swap(item, by_id) for item in value)
+        return type(value)(_substitute(item, by_id) for item in value)
     return value

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eigentrace.data.batch import map_tensors, tensors_of
 from eigentrace.errors import EigentraceWarning, UnsupportedError
-from eigentrace.gradients.outer_products import WHOLE, Dense, Factor, OneHot, Outer
+from eigentrace.gradients.outer_products import CUSTOM_OPERATIONS, Dense, Factor, OneHot, Outer
 from eigentrace.projection.engine import Job, Projection
 
 Run = Callable[[Job, Any, int], Projection]
@@ -69,7 +69,7 @@ class CompiledPass:
         inputs = (list(job.task.detached().values()), list(tensors_of(batch)))
         try:
             # On one thread: a trace sees what its own thread does.
-            with torch.autograd.set_multithreading_enabled(False), _standing_in(_Operations()):
+            with torch.autograd.set_multithreading_enabled(False), _using(_Operations()):
                 graph = make_fx(whole)(*inputs)
             compiled = torch.compile(graph, dynamic=False)
             compiled(*inputs)
@@ -86,12 +86,12 @@ class CompiledPass:
 
 
 @contextmanager
-def _standing_in(operations: "_Operations | None") -> Iterator[None]:
-    token = WHOLE.set(operations)
+def _using(operations: "_Operations | None") -> Iterator[None]:
+    token = CUSTOM_OPERATIONS.set(operations)
     try:
         yield
     finally:
-        WHOLE.reset(token)
+        CUSTOM_OPERATIONS.reset(token)
 
 
 class _Operations:
@@ -130,7 +130,7 @@ def _define() -> None:
     def outer_dot(
         left: Tensor, left_width: int, right: Tensor, right_width: int, groups: int, directions: Tensor, budget: int
     ) -> Tensor:
-        with _standing_in(None):
+        with _using(None):
             return _form(left, left_width, right, right_width, groups).dot(directions, budget).contiguous()
 
     @outer_dot.register_fake
@@ -143,7 +143,7 @@ def _define() -> None:
     def outer_square_norms(
         left: Tensor, left_width: int, right: Tensor, right_width: int, groups: int, budget: int
     ) -> Tensor:
-        with _standing_in(None):
+        with _using(None):
             return _form(left, left_width, right, right_width, groups).square_norms(budget).contiguous()
 
     @outer_square_norms.register_fake

@@ -17,7 +17,7 @@ from eigentrace.data.batch import select
 from eigentrace.errors import NumericalError, UnsupportedError
 from eigentrace.gradients.layer_gradients import Direct, LayerGradients
 from eigentrace.gradients.outer_products import Outer, square_norms
-from eigentrace.gradients.taps import Plan, Taps, UnplannedError, returned, survey
+from eigentrace.gradients.taps import Plan, Taps, UnplannedError, parameter_gradients, survey
 from eigentrace.gradients.watch import READ_MANY, Watched
 from eigentrace.projection.compiled_pass import CompiledPass
 from eigentrace.projection.directions import DensePart, NarrowedDirections, Part, apply
@@ -55,7 +55,7 @@ class Collected:
 
     def receive(self, watched: Watched, form: LayerGradients) -> None:
         """Multiply a gradient with its piece of the directions; keep it only while it waits for others."""
-        for name, own in returned(watched, form):
+        for name, own in parameter_gradients(watched, form):
             if name in self.skipped:
                 continue
             if self.gather is not None:
@@ -357,7 +357,7 @@ def _checked(job: Job, plan: Plan, part: Any, size: int) -> Plan:
     forms: dict[str, list[LayerGradients]] = {name: [] for name in job.task.params}
 
     def receive(watched: Watched, form: LayerGradients) -> None:
-        for name, own in returned(watched, form):
+        for name, own in parameter_gradients(watched, form):
             forms[name].append(own)
 
     taps = Taps(plan, size, job.task.layout.device, receive)
