@@ -17,6 +17,7 @@ from eigentrace.cleaning import export as exporting
 from eigentrace.cleaning.export import export
 from eigentrace.cleaning.thresholds import clean
 from eigentrace.errors import DataError, InputError, MismatchError, StorageError, UnsupportedError
+from tests.helpers.expecting import refused
 from tests.helpers.small import table
 from tests.helpers.tables import Columns
 
@@ -262,17 +263,17 @@ def test_ids_are_read_beside_lone_quotes_of_a_tsv(tmp_path):
 
 
 REFUSED = {
-    "other ids": ({"id": list("ebadx")}, {}, "row 4 is 'c' in the run and 'x' in the data.*decisions.mask"),
-    "ids that come twice": ({"id": list("ebadd")}, {}, "row 4 is 'c' in the run and 'd' in the data"),
-    "no ids": ({"text": list("vwxyz")}, {}, r"has no column 'id' to find them in. Name the column with id="),
-    "a column that is not there": ({"id": IDS}, {"id": "key"}, "has no column 'key'"),
+    "other ids": ({"id": list("ebadx")}, {}, (4, "'c'", "'x'", "decisions.mask")),
+    "ids that come twice": ({"id": list("ebadd")}, {}, (4, "'c'", "'d'")),
+    "no ids": ({"text": list("vwxyz")}, {}, ("'id'", "id=")),
+    "a column that is not there": ({"id": IDS}, {"id": "key"}, ("'key'",)),
 }
 
 
-@pytest.mark.parametrize(("columns", "options", "message"), table(REFUSED))
-def test_a_dataset_with_other_ids_is_refused(tmp_path, columns, options, message):
+@pytest.mark.parametrize(("columns", "options", "mentions"), table(REFUSED))
+def test_a_dataset_with_other_ids_is_refused(tmp_path, columns, options, mentions):
     source = saved(tmp_path, "a.csv", columns)
-    with pytest.raises((MismatchError, InputError), match=message):
+    with refused((MismatchError, InputError), "a.csv", *mentions):
         export(decided(), source, tmp_path / "out.csv", **options)
     assert not (tmp_path / "out.csv").exists()
     name = next(iter(columns))
@@ -286,26 +287,24 @@ def test_without_ids_rows_of_one_label_have_one_class(tmp_path):
     same = saved(tmp_path, "a.csv", columns, delimiter=";")
     assert len(export(nameless, same, tmp_path / "kept.csv").read_text().splitlines()) == 4
     moved = saved(tmp_path, "b.csv", {name: values[::-1] for name, values in columns.items()})
-    with pytest.raises(
-        MismatchError, match="its rows 2 and 3 have the same label 'yes', and were scored as classes 1 and 0"
-    ):
+    with refused(MismatchError, "b.csv", "rows 2 and 3", "'yes'", "classes 1 and 0"):
         export(nameless, moved, tmp_path / "other.csv")
     renamed = saved(tmp_path, "c.jsonl", {"verdict": NAMES[::-1]})
     export(nameless, renamed, tmp_path / "unknown.jsonl")  # nothing to compare with
-    with pytest.raises(MismatchError, match="have the same label"):
+    with refused(MismatchError, "c.jsonl", "rows 2 and 3", "'yes'", "classes 1 and 0"):
         export(nameless, renamed, tmp_path / "other.jsonl", label="verdict")
-    with pytest.raises(InputError, match="no labels to compare with in column 'none'"):
+    with refused(InputError, "label", "'none'"):
         export(nameless, renamed, tmp_path / "other.jsonl", label="none")
-    with pytest.raises(InputError, match="no ids to compare with column 'verdict'"):
+    with refused(InputError, "ids", "'verdict'"):
         export(nameless, renamed, tmp_path / "other.jsonl", id="verdict")
-    with pytest.raises(InputError, match="Booleans have no ids or labels"):
+    with refused(InputError, "id", "label", "Decisions"):
         export(nameless.mask, renamed, tmp_path / "other.jsonl", id="verdict")
 
 
 def test_a_row_to_be_relabelled_may_have_its_new_label(tmp_path):
     columns = Columns(loss=[1.0, 5.0, 2.0, 4.0], label=[0, 1, 0, 1], prediction=[0, 1, 1, 1])
     repaired = saved(tmp_path, "a.csv", {"label": ["no", "yes", "yes", "yes"]})
-    with pytest.raises(MismatchError, match="rows 1 and 2 have the same label"):
+    with refused(MismatchError, "a.csv", "rows 1 and 2", "'yes'"):
         export(clean(columns, drop=1, by="loss"), repaired, tmp_path / "out.csv")
     export(clean(columns, drop=1, by="loss").relabel([2]), repaired, tmp_path / "out.csv")
     assert kept_of(tmp_path / "out.csv", "label") == ["no", "yes", "yes"]
@@ -321,15 +320,15 @@ def test_another_number_of_rows_is_refused(tmp_path, name):
         pq.write_table(rich(3), source)
     else:
         source.write_text("1\n2\n3\n" if name == "a.jsonl" else "x\n1\n2\n3\n")
-    for size, message in ((2, "holds more rows than the 2"), (5, "holds 2 fewer rows than the 5")):
-        with pytest.raises(MismatchError, match=message):
+    for size, mentions in ((2, (2,)), (5, (2, 5))):
+        with refused(MismatchError, source, *mentions):
             export(np.zeros(size, dtype=bool), source, tmp_path / f"out{source.suffix}")
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "a.csv").write_text("x\n1\n")
-    with pytest.raises(InputError, match=r"a\.csv exists already and is left as it is"):
+    with refused(InputError, tmp_path / "a.csv"):
         export([True], tmp_path / "a.csv", tmp_path / "a.csv")
     assert (tmp_path / "a.csv").read_text() == "x\n1\n"
 
@@ -343,7 +342,7 @@ def test_what_comes_in_between_is_not_overwritten(tmp_path, monkeypatch):
         sync(flags)
 
     monkeypatch.setattr(exporting._Flags, "check_used_up", late)
-    with pytest.raises(InputError, match=r"b\.csv exists already"):
+    with refused(InputError, tmp_path / "b.csv"):
         export([True], tmp_path / "a.csv", tmp_path / "b.csv")
     assert (tmp_path / "b.csv").read_text() == "somebody else's"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "b.csv"]
@@ -358,7 +357,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, name):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
-        with pytest.raises(StorageError, match="no room left"):
+        with refused(StorageError, tmp_path / f"out-{name}"):
             export(np.zeros(20_000, dtype=bool), tmp_path / name, tmp_path / f"out-{name}")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -366,29 +365,29 @@ def test_a_full_disk_leaves_nothing(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "out", "options", "error", "message"),
+    ("name", "content", "out", "options", "error", "mentions"),
     table(
         {
-            "unclosed quote": ("a.csv", b'x\n1\n"2\n3\n', "b.csv", {}, DataError, "within quotes that begin in row 1"),
-            "UTF-16": ("a.csv", "x\n1\n".encode("utf-16"), "b.csv", {}, UnsupportedError, "Convert it to UTF-8"),
-            "delimiter": ("a.csv", b"x\n", "b.csv", {"delimiter": ", "}, InputError, "one ASCII character"),
+            "unclosed quote": ("a.csv", b'x\n1\n"2\n3\n', "b.csv", {}, DataError, ("a.csv", "row 1")),
+            "UTF-16": ("a.csv", "x\n1\n".encode("utf-16"), "b.csv", {}, UnsupportedError, ("a.csv", "UTF-16", "UTF-8")),
+            "delimiter": ("a.csv", b"x\n", "b.csv", {"delimiter": ", "}, InputError, ("delimiter", "', '")),
             "other format": (
                 "a.csv",
                 b"x\n1\n2\n",
                 "b.parquet",
                 {},
                 InputError,
-                "format they came in, csv, and b.parquet",
+                ("csv", "b.parquet"),
             ),
-            "no parquet": ("a.parquet", b"x", "b.parquet", {}, DataError, "cannot be read as Parquet"),
-            "unknown format": ("a.xml", b"x", "b.xml", {}, InputError, "not known"),
-            "split": ("a.csv", b"x\n1\n2\n", "b.csv", {"split": "train"}, InputError, "split='train'"),
+            "no parquet": ("a.parquet", b"x", "b.parquet", {}, DataError, ("a.parquet", "Parquet")),
+            "unknown format": ("a.xml", b"x", "b.xml", {}, InputError, ("a.xml", "'.xml'")),
+            "split": ("a.csv", b"x\n1\n2\n", "b.csv", {"split": "train"}, InputError, ("split='train'",)),
         }
     ),
 )
-def test_what_cannot_be_written_is_told(tmp_path, name, content, out, options, error, message):
+def test_what_cannot_be_written_is_told(tmp_path, name, content, out, options, error, mentions):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(error, match=message):
+    with refused(error, *mentions):
         export([False, False], tmp_path / name, tmp_path / out, **options)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -398,12 +397,12 @@ def test_a_damaged_row_group_is_told(tmp_path):
     content = bytearray((tmp_path / "a.parquet").read_bytes())
     content[4:40] = bytes(36)
     (tmp_path / "a.parquet").write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.parquet is damaged"):
+    with refused(DataError, tmp_path / "a.parquet"):
         export(np.zeros(5000, dtype=bool), tmp_path / "a.parquet", tmp_path / "b.parquet")
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
 
 
 @pytest.mark.parametrize("mask", [[0, 2], np.zeros((2, 2), dtype=bool), [0.5]])
 def test_rows_are_no_mask(tmp_path, mask):
-    with pytest.raises(InputError, match="Expected one boolean per row, True for those to leave out"):
+    with refused(InputError, np.asarray(mask).dtype, np.asarray(mask).shape):
         export(mask, tmp_path / "a.csv", tmp_path / "b.csv")

@@ -8,6 +8,7 @@ from eigentrace.demo.digits import load_digits
 from eigentrace.demo.inputs import new_digits
 from eigentrace.errors import InputError
 from eigentrace.rendering.png import encode_png
+from tests.helpers.expecting import refused
 
 PIL_Image = pytest.importorskip("PIL.Image")
 
@@ -61,10 +62,10 @@ def test_what_is_not_square_lies_in_the_middle():
 def test_the_label_is_a_digit():
     assert read(grey(0), "7") is not None
     for label in (10, -1, "x"):
-        with pytest.raises(InputError, match=r"has no class .*: give a number from 0 to 9"):
+        with refused(InputError, repr(label), 0, 9):
             new_digits([{"image": grey(0), "label": label}])
 
 
 def test_files_that_are_no_images():
-    with pytest.raises(InputError, match="Give a PNG, JPEG or WebP file"):
+    with refused(InputError, "PNG", "JPEG", "WebP"):
         read(file_of(grey(0), "gif"))

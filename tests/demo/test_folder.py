@@ -5,6 +5,7 @@ import pytest
 from eigentrace.demo.folder import REPORT, RUN, SUMMARY, claim, new_run, place, write
 from eigentrace.demo.inputs import keep_request, request_of
 from eigentrace.errors import InputError, NumericalError
+from tests.helpers.expecting import expect_mentions, refused
 
 GOOD = {"methods": [], "accuracy": {}, "versions": {}}
 
@@ -30,14 +31,14 @@ def test_an_earlier_demo_is_replaced_and_the_rest_kept(tmp_path):
 def test_refuses_a_folder_with_other_files(tmp_path, files):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    with pytest.raises(InputError, match=r"has files in it that no demo wrote .*give a new or empty folder"):
+    with refused(InputError, tmp_path, SUMMARY):
         claim(tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
 
 
 def test_refuses_a_file(tmp_path):
     (tmp_path / "out").write_text("x")
-    with pytest.raises(InputError, match="is a file and the demo writes a folder: give another path"):
+    with refused(InputError, tmp_path / "out"):
         claim(tmp_path / "out")
 
 
@@ -50,7 +51,7 @@ def test_a_killed_run_leaves_nothing_that_stops_the_next(tmp_path):
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_never_writes_what_json_cannot_say(tmp_path, number):
-    with pytest.raises(NumericalError, match=r"holds a number that is not finite .*nothing was written"):
+    with refused(NumericalError, tmp_path, number):
         write(tmp_path, GOOD | {"auc": number}, "page")
     assert not list(tmp_path.iterdir())
 
@@ -84,7 +85,7 @@ def test_a_run_that_somebody_worked_on_is_kept(tmp_path, work):
     finished(tmp_path, "first")
     (tmp_path / RUN / work).write_text("mine")
     (message,) = finished(tmp_path, "second")
-    assert message == f"Note: the earlier run holds decisions or other files, and is kept as {tmp_path / 'run-1'}."
+    expect_mentions(message, [tmp_path / "run-1"])
     assert (tmp_path / "run-1" / work).read_text() == "mine"
     assert (tmp_path / "run-1" / "manifest.json").read_text() == "first"
     (tmp_path / RUN / work).write_text("mine again")
@@ -100,7 +101,7 @@ def test_a_run_of_somebody_else_is_refused(tmp_path, request_file):
     (tmp_path / RUN).mkdir()
     if request_file is not None:
         (tmp_path / RUN / "request.json").write_text(request_file)
-    with pytest.raises(InputError, match=r"run is no run of a demo, and it is left alone: give a new or empty folder"):
+    with refused(InputError, tmp_path / RUN):
         claim(tmp_path)
     assert (tmp_path / RUN).is_dir()
 

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import shutil
 import warnings
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from eigentrace.demo.run import _Comparison
 from eigentrace.errors import ConvergenceWarning, InputError
 from eigentrace.evaluate import retrieval
 from eigentrace.loading import make_inputs, show_of
+from tests.helpers.expecting import expect_mentions, refused, warned
 
 METHODS = ["Loss", "TracIn", "RandProj", "RandSelect", "Arnoldi (truncated)", "Arnoldi (tail)"]
 
@@ -58,7 +60,7 @@ def test_both_arnoldi_rows_share_one_fit(small):
 
 def test_messages_name_every_method(small):
     messages = small[2]
-    assert messages[0] == "100 digits, 20 of them given a wrong label."
+    expect_mentions(messages[0], [100, 20])
     for name in METHODS:
         assert any(message.startswith(f"{name}: AUC") for message in messages)
     assert not any("\n" in message for message in messages)
@@ -71,17 +73,18 @@ def test_what_a_fit_warns_about_becomes_a_message():
         return "fitted"
 
     messages = []
-    with pytest.warns(DeprecationWarning, match="old call") as others:
+    with warned(DeprecationWarning, "old call") as others:
         fitted, seconds = _Comparison(None, None, messages.append).fit(fit)
     assert fitted == "fitted"
     assert seconds >= 0
-    assert messages == ["Note: not settled"]
+    (message,) = messages
+    expect_mentions(message, ["not settled"])
     assert len(others) == 1
 
 
 def test_the_page_shows_the_run(small):
     page = (small[0] / "report.html").read_text(encoding="utf-8")
-    assert "100 handwritten digits, after 20 of their labels" in page
+    assert re.search(r"100 handwritten digits[^.]* 20 ", page)
     assert page.count("<img ") == 25
     assert all(f'<th scope="row">{name}</th>' in page for name in METHODS)
 
@@ -128,7 +131,7 @@ def test_the_request_is_where_the_commands_look_for_it(small):
 def test_refuses_a_folder_with_other_files_before_any_work(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     messages = []
-    with pytest.raises(InputError, match="files in it that no demo wrote"):
+    with refused(InputError, tmp_path):
         run_demo(tmp_path, on_message=messages.append)
     assert not messages
 

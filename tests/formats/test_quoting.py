@@ -18,6 +18,7 @@ from eigentrace.formats.files import find_files
 from eigentrace.formats.quoting import check_closed, has_quoting
 from eigentrace.formats.records import open_records
 from eigentrace.formats.single_column import single_column
+from tests.helpers.expecting import refused
 from tests.helpers.small import table
 
 # Lines 51, 59 and 90 of a crawled corpus of German and English, with what stands between them.
@@ -142,51 +143,50 @@ def test_the_rule(folder, content, header, expected):
 def test_a_quoted_header_above_lone_quotes_is_refused(folder, tmp_path):
     for text, line in (('5" pipe', 3), ('"never closed', 3)):
         path = written(folder, f'"de"\t"en"\n"a"\t"b"\n"c"\t{text}\n"d"\t"e"\n')
-        message = rf"a\.tsv has a header in quotes, .* record that begins in line {line} .* take the quotes off"
-        with pytest.raises(DataError, match=message):
+        with refused(DataError, "a.tsv", line):
             open_records(find_files(path))
-        with pytest.raises(DataError, match=message):
+        with refused(DataError, "a.tsv", line):
             export([True, False, False], path, tmp_path / "kept.tsv")
     assert not (tmp_path / "kept.tsv").exists()
 
 
 def test_a_wrong_number_of_columns_names_the_likely_cause(folder):
     path = written(folder, 'de,en\na,b\n"He said so,c\nd,e "and left"\n', "a.csv")
-    with pytest.raises(DataError, match=r"(?s)as csv: .* got 1: .* \| A lone quote .* or store them as TSV"):
+    with refused(DataError, "a.csv", "got 1", "TSV"):
         open_records(find_files(path))
     path = written(folder, "de\ten\na\tb\nc\td\te\n")
-    with pytest.raises(DataError, match=r"as tsv: .*Expected 2 columns, got 3.* \| Every line of a TSV file needs"):
+    with refused(DataError, "a.tsv", "Expected 2 columns, got 3"):
         open_records(find_files(path))
 
 
 SWALLOWED = {
-    "never closed": ('de,en\na,"b\nc,d\n', r"a\.csv ends within quotes that begin in line 2, .* or store them as TSV"),
-    "in the last line": ('de,en\na,b\nc,"d\n', "ends within quotes that begin in line 3"),
-    "after one that closes": ('de,en\n"a\nb","c\nd,e\n', "ends within quotes that begin in line 3"),
-    "after a mark": ('\ufeff"de",en\na,"b\nc,d\n', "ends within quotes that begin in line 2"),
-    "in one column": ('de\n"a\nb\n', "ends within quotes that begin in line 2"),
+    "never closed": ('de,en\na,"b\nc,d\n', ("a.csv", 2)),
+    "in the last line": ('de,en\na,b\nc,"d\n', ("a.csv", 3)),
+    "after one that closes": ('de,en\n"a\nb","c\nd,e\n', ("a.csv", 3)),
+    "after a mark": ('\ufeff"de",en\na,"b\nc,d\n', ("a.csv", 2)),
+    "in one column": ('de\n"a\nb\n', ("a.csv", 2)),
     "too long to be read": (
         'de,en\na,"b\n' + "c,d\n" * 600_000,
-        "ends within quotes that begin in line 2",
+        ("a.csv", 2),
     ),
     "closed by the next that opens": (
         'de,en\na,"b\nc,d\ne,"f\ng,h\n',
-        "a quote in line 2 opens a field that the next lone quote, in line 4, closes in the middle of a text",
+        ("a.csv", 2, 4),
     ),
-    "closed by one inside of a text": ('de,en\na,"b\nc,d 5" e\n', "a quote in line 2 .*, in line 3, closes"),
+    "closed by one inside of a text": ('de,en\na,"b\nc,d 5" e\n', ("a.csv", 2, 3)),
 }
 
 
-@pytest.mark.parametrize(("content", "match"), table(SWALLOWED))
-def test_quotes_that_swallow_rows_of_a_csv_are_refused(tmp_path, content, match):
+@pytest.mark.parametrize(("content", "mentions"), table(SWALLOWED))
+def test_quotes_that_swallow_rows_of_a_csv_are_refused(tmp_path, content, mentions):
     path = written(tmp_path, content, "a.csv")
-    with pytest.raises(DataError, match=match):
+    with refused(DataError, *mentions):
         open_records(find_files(path))
 
 
 def test_quotes_that_swallow_rows_are_refused_where_ids_are_read(tmp_path):
     path = written(tmp_path, 'id;text\n1;"b\n2;c\n3;"d\n', "a.csv")
-    with pytest.raises(DataError, match=r"a quote in line 2 .*, in line 4, closes"):
+    with refused(DataError, "a.csv", 2, 4):
         single_column(find_files(path), "id", ";")
 
 

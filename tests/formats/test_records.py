@@ -14,6 +14,7 @@ from eigentrace.formats.dataset_columns import class_labels, metadata_of, read_i
 from eigentrace.formats.files import find_files
 from eigentrace.formats.records import open_records
 from eigentrace.formats.single_column import single_column
+from tests.helpers.expecting import refused
 from tests.helpers.small import table
 
 ROWS = 23
@@ -170,9 +171,9 @@ def test_a_split_of_several(tmp_path):
     for split, rows in (("train", 5), ("test", 3)):
         pq.write_table(PLAIN.slice(0, rows), tmp_path / f"{split}-00000-of-00001.parquet")
     assert len(open_records(find_files(tmp_path, "test"))) == 3
-    with pytest.raises(InputError, match=r"holds several datasets: test, train. Say which with split"):
+    with refused(InputError, tmp_path, "test, train", "split"):
         find_files(tmp_path)
-    with pytest.raises(InputError, match="no files of a split 'dev', only of: test, train"):
+    with refused(InputError, "'dev'", "test, train"):
         find_files(tmp_path, "dev")
 
 
@@ -183,9 +184,9 @@ def test_a_split_of_a_saved_dictionary(tmp_path):
     files = find_files(tmp_path / "both", "dev")
     assert files.source == tmp_path / "both" / "dev"
     assert len(open_records(files)) == 4
-    with pytest.raises(InputError, match=r"several datasets: train, dev. Say which with split"):
+    with refused(InputError, tmp_path / "both", "train, dev", "split"):
         find_files(tmp_path / "both")
-    with pytest.raises(InputError, match="There is no 'test' among them"):
+    with refused(InputError, "'test'", "train, dev"):
         find_files(tmp_path / "both", "test")
 
 
@@ -210,48 +211,54 @@ def utf16(folder):
 
 
 WRONG = {
-    "missing": (lambda at: at / "none.csv", "There is no dataset at .*none.csv"),
-    "no match": (lambda at: at / "*.csv", r"No file matches '.*\*\.csv'"),
-    "other format": (written("a.xlsx", ""), "ends in '.xlsx', which is not known: give CSV"),
-    "empty folder": (lambda at: at, "holds no Parquet file and no saved dataset"),
-    "empty file": (written("a.csv", ""), "cannot be read as csv"),
-    "only a header": (written("a.csv", "text,label\n"), "has no rows"),
-    "uneven": (written("a.csv", "text,label\na,b\na,b,c\n"), "cannot be read as csv: .*Expected 2 columns, got 3"),
-    "not lines": (written("a.json", '[{"a": 1}]'), "cannot be read as jsonl"),
-    "not Parquet": (written("a.parquet", "no"), "cannot be read as parquet"),
-    "one name twice": (written("a.csv", "text,text\na,b\n"), "several columns called text"),
-    "other columns": (other_schema, "train-00009-of-00003.parquet and train-00000-of-00003.parquet are parts of one"),
-    "UTF-16": (utf16, "a.csv is UTF-16, whose lines cannot be copied as bytes. Convert it to UTF-8 first"),
+    "missing": (lambda at: at / "none.csv", InputError, ("/none.csv",)),
+    "no match": (lambda at: at / "*.csv", InputError, ("/*.csv",)),
+    "other format": (written("a.xlsx", ""), InputError, ("'.xlsx'", "CSV")),
+    "empty folder": (lambda at: at, InputError, ("Parquet", "Dataset.save_to_disk")),
+    "empty file": (written("a.csv", ""), DataError, ("a.csv", "csv")),
+    "only a header": (written("a.csv", "text,label\n"), DataError, ("a.csv", "rows")),
+    "uneven": (written("a.csv", "text,label\na,b\na,b,c\n"), DataError, ("a.csv", "Expected 2 columns, got 3")),
+    "not lines": (written("a.json", '[{"a": 1}]'), DataError, ("a.json", "jsonl")),
+    "not Parquet": (written("a.parquet", "no"), DataError, ("a.parquet", "parquet")),
+    "one name twice": (written("a.csv", "text,text\na,b\n"), DataError, ("a.csv", "text")),
+    "other columns": (other_schema, DataError, ("train-00009-of-00003.parquet", "train-00000-of-00003.parquet")),
+    "UTF-16": (utf16, UnsupportedError, ("a.csv", "UTF-16", "UTF-8")),
     "a lone return": (
         written("a.csv", "text,label\na\rb,c\n"),
-        r"Expected 2 columns, got 1.* \| The file holds carriage",
+        DataError,
+        ("a.csv", "Expected 2 columns, got 1", r"\r"),
     ),
-    "an array": (written("a.json", '[{"a": 1}]'), "The file is one array, and JSON lines are objects, each on a line"),
+    "an array": (written("a.json", '[{"a": 1}]'), DataError, ("a.json", "array", "jq")),
     "two types": (
         written("a.jsonl", '{"a": 1}\n{"a": "b"}\n'),
-        r"in row 1 \| A column has one type in all rows",
+        DataError,
+        ("a.jsonl", "number", "string", "row 1"),
     ),
-    "packed": (written("a.csv.gz", ""), "a.csv.gz is packed. Unpack it first"),
-    "no name twice": (written("a.csv", "text,,\na,b,c\n"), "several columns called '': give each its own name"),
-    "damaged folder": (lambda at: written("saved/state.json", "{")(at).parent, "state.json is damaged"),
-    "without its files": (lambda at: written("saved/state.json", "{}")(at).parent, "lacks its data files"),
+    "packed": (written("a.csv.gz", ""), InputError, ("a.csv.gz",)),
+    "no name twice": (written("a.csv", "text,,\na,b,c\n"), DataError, ("a.csv", "''")),
+    "damaged folder": (lambda at: written("saved/state.json", "{")(at).parent, InputError, ("state.json",)),
+    "without its files": (
+        lambda at: written("saved/state.json", "{}")(at).parent,
+        InputError,
+        ("/saved", "_data_files"),
+    ),
 }
 
 
-@pytest.mark.parametrize(("make", "message"), table(WRONG))
-def test_what_cannot_be_read_is_said(make, message, tmp_path):
-    with pytest.raises((InputError, DataError, UnsupportedError), match=message):
+@pytest.mark.parametrize(("make", "kind", "mentions"), table(WRONG))
+def test_what_cannot_be_read_is_said(make, kind, mentions, tmp_path):
+    with refused(kind, *mentions):
         open_records(find_files(make(tmp_path)))
 
 
 def test_another_encoding_is_named(tmp_path):
     (tmp_path / "a.csv").write_text("text,label\ncafé,b\n", encoding="latin-1")
-    with pytest.raises(DataError, match=r"invalid UTF8 data \| Text must be UTF-8\. Convert the file"):
+    with refused(DataError, "a.csv", "UTF-8", "iconv"):
         open_records(find_files(tmp_path / "a.csv"), as_text=["text"])
 
 
 def test_a_column_that_is_not_there(records):
-    with pytest.raises(InputError, match=r"no column 'body' \(asked for as text\). It has: id, text, digits, number"):
+    with refused(InputError, "'body'", "id, text, digits, number"):
         records.check_columns(text="body")
 
 
@@ -263,7 +270,7 @@ def test_a_row_without_a_value_is_named(kind, tmp_path):
     else:
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in values.to_pylist()))
     records = open_records(find_files(tmp_path / f"a.{kind}"))
-    with pytest.raises(DataError, match=r"Row 3 of .* \(counted from 0\) has no value in column 'text'"):
+    with refused(DataError, 3, f"a.{kind}", "'text'"):
         records.refuse_nulls("text")
 
 
@@ -297,7 +304,7 @@ def test_truth_values_are_classes(tmp_path):
 def test_names_of_digits_are_names(tmp_path):
     stars = {"1": 0, "2": 1, "3": 2}
     assert labelled(tmp_path, ["3", "1"], label2id=stars).tolist() == [2, 0]
-    with pytest.raises(InputError, match="calls class 0 '1': a number may mean a name or a class"):
+    with refused(InputError, 0, "'1'"):
         labelled(tmp_path, [2, 1], label2id=stars)
 
 
@@ -311,18 +318,18 @@ def test_names_beside_the_numbers_are_followed(tmp_path):
 
 
 WRONG_LABELS = {
-    "unknown name": (["cat", "dog", "cow"], "Row 2 of .* has the label 'cow', .* names 3 classes: cat, dog, bird"),
-    "too large": ([0, 1, 2, 3], "Row 3 of .* has the label 3 in column 'label', and the model has 3 classes"),
-    "negative": ([0, -1], "Row 1 of .* has the label -1"),
-    "digits too large": (["0", "7"], "Row 1 of .* has the label '7'"),
-    "fractions": ([0.5, 1.0], "Labels must be names or whole numbers, .* holds double"),
-    "none": (["cat", "dog", None], "Row 2 of .* has no value in column 'label'"),
+    "unknown name": (["cat", "dog", "cow"], (2, "'cow'", "cat, dog, bird")),
+    "too large": ([0, 1, 2, 7], (3, 7, "'label'")),
+    "negative": ([0, -1], (1, "-1")),
+    "digits too large": (["0", "7"], (1, "'7'")),
+    "fractions": ([0.5, 1.0], ("'label'", "double")),
+    "none": (["cat", "dog", None], (2, "'label'")),
 }
 
 
-@pytest.mark.parametrize(("values", "message"), table(WRONG_LABELS))
-def test_wrong_labels_are_named(values, message, tmp_path):
-    with pytest.raises((DataError, InputError), match=message):
+@pytest.mark.parametrize(("values", "mentions"), table(WRONG_LABELS))
+def test_wrong_labels_are_named(values, mentions, tmp_path):
+    with refused((DataError, InputError), *mentions):
         labelled(tmp_path, values)
 
 
@@ -343,11 +350,11 @@ def test_metadata_is_what_is_small(tmp_path):
     assert metadata_of(records, ["text"], "name", None).column_names == ["source", "year", "name"]
     assert metadata_of(records, ["text"], None, ["body"]).equals(table.select(["body"]))
     assert metadata_of(records, ["text"], None, []) is None
-    with pytest.raises(InputError, match="no column 'yaer'"):
+    with refused(InputError, "'yaer'"):
         metadata_of(records, ["text"], None, ["yaer"])
 
 
 def test_ids_of_another_kind(tmp_path):
     pq.write_table(pa.table({"id": [0.5, 1.5]}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"Ids must be text or whole numbers, .* holds double"):
+    with refused(InputError, "'id'", "double"):
         read_ids(open_records(find_files(tmp_path / "a.parquet")), "id")

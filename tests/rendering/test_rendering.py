@@ -15,6 +15,7 @@ import eigentrace as et
 from eigentrace.errors import InputError
 from eigentrace.rendering import Custom, Images, Pairs, Shown, Tensors, Texts, as_shown
 from eigentrace.rendering.png import Scale, as_png, encode_png
+from tests.helpers.expecting import refused
 from tests.helpers.small import table
 
 PIL_Image = pytest.importorskip("PIL.Image")
@@ -44,9 +45,7 @@ def test_pixels_survive(height, width, channels):
     "image", [np.zeros((2, 2)), np.zeros((2, 2, 2), np.uint8), np.zeros((0, 2), np.uint8), np.zeros(4, np.uint8)]
 )
 def test_what_is_no_image_is_refused(image):
-    with pytest.raises(
-        InputError, match=r"must be a \(height, width\) or .* uint8 array, got .* scale values to 0-255"
-    ):
+    with refused(InputError, "(height, width)", "uint8", image.dtype, image.shape):
         encode_png(image)
 
 
@@ -104,16 +103,16 @@ def test_black_and_white():
 
 
 WRONG_IMAGES = {
-    "a vector": (np.zeros(4), r"got the shape \(4,\)"),
-    "five channels": (torch.zeros(5, 8, 8), r"1, 3 or 4 channels in front or behind, got the shape \(5, 8, 8\)"),
-    "another file": (b"GIF89a", "are no PNG file"),
-    "empty": (np.zeros((0, 3), np.uint8), "got uint8 of shape"),
+    "a vector": (np.zeros(4), ("(4,)",)),
+    "five channels": (torch.zeros(5, 8, 8), ("channels", "(5, 8, 8)")),
+    "another file": (b"GIF89a", ("PNG",)),
+    "empty": (np.zeros((0, 3), np.uint8), ("uint8", "(0, 3)")),
 }
 
 
-@pytest.mark.parametrize(("image", "message"), table(WRONG_IMAGES))
-def test_other_images_are_refused(image, message):
-    with pytest.raises(InputError, match=message):
+@pytest.mark.parametrize(("image", "mentions"), table(WRONG_IMAGES))
+def test_other_images_are_refused(image, mentions):
+    with refused(InputError, *mentions):
         as_png(image)
 
 
@@ -173,14 +172,14 @@ def test_pairs():
 @pytest.mark.parametrize("rows", [[6], [-1], [0, 10**12]])
 def test_rows_that_are_not_there(rows):
     for show in (Texts(columns(), "words"), Images(lambda row: IMAGE, 6), Tensors(torch.rand(6, 4, 4))):
-        with pytest.raises(InputError, match=r"There is no row .*: rows are 0 to 5"):
+        with refused(InputError, rows[-1], 0, 5):
             show(rows)
 
 
 def test_other_sources_are_refused():
-    with pytest.raises(InputError, match=r"There is no column 'text' to show\. There are: words, year"):
+    with refused(InputError, "'text'", "words, year"):
         Texts(columns())
-    with pytest.raises(InputError, match="pyarrow Table or a mapping of columns, got int"):
+    with refused(InputError, "pyarrow", "int"):
         Pairs(3)
 
 
@@ -210,30 +209,31 @@ def test_what_a_function_may_return(kind, value, expected):
 
 
 WRONG_VALUES = {
-    "number": ("text", 3, "An example of kind text is a text, got 3"),
-    "three texts": ("pair", ("a", "b", "c"), "is two texts, got"),
-    "one text": ("pair", "ab", "is two texts, got 'ab'"),
-    "text of tokens": ("tokens", "ab", "is a list of tokens"),
-    "token with two losses": ("tokens", [("a", 1, 2)], "A token is a text, or a pair .* got \\('a', 1, 2\\)"),
-    "loss as text": ("tokens", [("a", "b")], "A token is a text, or a pair"),
-    "long": ("text", list(range(99)), r"got \[0, 1, .*\.\.\.\.$"),
+    "number": ("text", 3, ("text", 3)),
+    "three texts": ("pair", ("a", "b", "c"), ("pair", "('a', 'b', 'c')")),
+    "one text": ("pair", "ab", ("pair", "'ab'")),
+    "text of tokens": ("tokens", "ab", ("tokens", "'ab'")),
+    "token with two losses": ("tokens", [("a", 1, 2)], ("token", "('a', 1, 2)")),
+    "loss as text": ("tokens", [("a", "b")], ("token", "('a', 'b')")),
+    "long": ("text", list(range(99)), ("text", "[0, 1,", "...")),
 }
 
 
-@pytest.mark.parametrize(("kind", "value", "message"), table(WRONG_VALUES))
-def test_what_a_function_may_not_return(kind, value, message):
-    with pytest.raises(InputError, match=message):
+@pytest.mark.parametrize(("kind", "value", "mentions"), table(WRONG_VALUES))
+def test_what_a_function_may_not_return(kind, value, mentions):
+    with refused(InputError, *mentions) as caught:
         as_shown(value, kind)
+    assert len(str(caught.value)) < 200  # however long the value is
 
 
 def test_settings_of_a_function_are_checked():
-    with pytest.raises(InputError, match="kind must be one of image, text, pair, tokens, got 'video'"):
+    with refused(InputError, "kind", "image, text, pair, tokens", "'video'"):
         Custom(str, "video", 3)
-    with pytest.raises(InputError, match="length must be a whole number of at least 1"):
+    with refused(InputError, "length", 0):
         Custom(str, "text", 0)
-    with pytest.raises(InputError, match="shown as pair needs target, and has none"):
+    with refused(InputError, "pair", "target"):
         Shown("pair", text="a")
-    with pytest.raises(InputError, match="kind must be one of"):
+    with refused(InputError, "kind", "'video'"):
         Shown("video")
 
 
@@ -241,7 +241,7 @@ def test_a_search_of_the_users_own():
     texts = ["cat", "dog"]
     show = Custom(texts.__getitem__, "text", 2, search=lambda words: [words in text for text in texts])
     assert show.search("og").tolist() == [False, True]
-    with pytest.raises(InputError, match=r"one boolean for each of the 2 examples, got int64 of shape \(1,\)"):
+    with refused(InputError, "search", 2, "int64", "(1,)"):
         Custom(str, "text", 2, search=lambda words: [1]).search("a")
 
 
@@ -321,9 +321,7 @@ def test_streams_are_left_alone():
 
 
 def test_examples_without_an_image():
-    with pytest.raises(
-        InputError, match=r"No tensor of the first example is an image .* eigentrace\.rendering\.Custom"
-    ):
+    with refused(InputError, "eigentrace.rendering.Custom"):
         Tensors(TensorDataset(torch.rand(3, 8), LABELS[:3]))
 
 

@@ -122,7 +122,7 @@ def _share(
         mildest = scores[mask].min() if mask.any() else np.nan
         return mask, np.broadcast_to(mildest, scores.shape)
     if amount.share is None:
-        raise InputError(f"per_class=True needs a share. Pass {amount.name} as a percentage.")
+        raise InputError(f"per_class=True needs a share, got {amount.name} = {amount}. Pass a percentage.")
     if labels is None:
         raise InputError(f"per_class=True needs the column 'label', but the run only has {', '.join(run.columns)}.")
     _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)

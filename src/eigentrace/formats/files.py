@@ -96,7 +96,8 @@ def _saved(folder: Path) -> Files:
     paths = tuple(folder / file["filename"] for file in state.get("_data_files", []))
     missing = [path for path in paths if not path.is_file()]
     if missing or not paths:
-        raise InputError(f"{folder} lacks {missing[0].name if missing else 'its data files'}. Save the dataset again.")
+        lost = f"lacks {missing[0].name}" if missing else "names no _data_files in its state.json"
+        raise InputError(f"{folder} {lost}. Save the dataset again.")
     return Files("arrow", paths, folder)
 
 
