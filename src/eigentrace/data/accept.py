@@ -69,7 +69,7 @@ def _one_batch(data: tuple | Mapping) -> tuple | Mapping:
 
 def _several_batches(data: list) -> list:
     if not data:
-        raise DataError("The list of batches is empty: at least one example is needed.")
+        raise DataError("The list of batches is empty: got [], at least one batch is needed.")
     if all(isinstance(item, Tensor) for item in data):
         raise DataError(
             f"A list of {len(data)} tensors may be one batch or several. Pass `[batch]` for one batch, or "

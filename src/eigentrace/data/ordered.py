@@ -53,7 +53,7 @@ class Data:
                 "Data.stream(dataset) if every pass over it yields the same examples in the same order."
             )
         self._source: Source = Examples(dataset, collate, _checked_count(batch_size, "batch_size"), workers)
-        self.ids = _checked_ids(ids, len(self._source))
+        self.ids = _checked_ids(ids, len(self._source), dataset)
 
     @classmethod
     def stream(
@@ -82,7 +82,7 @@ class Data:
         refuse_unreadable(dataset)
         if length is not None:
             length = _checked_count(length, "length")
-        ids = _checked_ids(ids, length)
+        ids = _checked_ids(ids, length, dataset)
         length = len(ids) if length is None and ids is not None else length
         return cls._of(Stream(dataset, collate, _checked_count(batch_size, "batch_size"), workers, length), ids)
 
@@ -95,7 +95,7 @@ class Data:
                 "be read several times. Pass `list(batches)`."
             )
         source = Batches(batches)
-        return cls._of(source, _checked_ids(ids, len(source)))
+        return cls._of(source, _checked_ids(ids, len(source), batches))
 
     @classmethod
     def _of(cls, source: Source, ids: Ids | None) -> "Data":
@@ -153,7 +153,7 @@ class Data:
                 "Sort them and remove duplicates."
             )
         if not len(rows):
-            raise DataError("The data is empty: at least one example is needed.")
+            raise DataError("take got 0 rows, expected at least 1.")
         if isinstance(self._source, Taken):
             taken = Taken(self._source.source, pick(self._source.rows, rows))
         else:
@@ -219,9 +219,9 @@ def _checked_count(value: Any, name: str) -> int:
     return int(value)
 
 
-def _checked_ids(ids: Ids | None, count: int | None) -> Ids | None:
+def _checked_ids(ids: Ids | None, count: int | None, dataset: Any) -> Ids | None:
     if count == 0:
-        raise DataError("The data is empty: at least one example is needed.")
+        raise DataError(f"The data is empty: {type(dataset).__name__} has 0 examples, at least 1 is needed.")
     if ids is not None and count is not None and len(ids) != count:
         raise DataError(f"Got {len(ids)} ids for {count} examples. Pass one id per example, or none.")
     return ids

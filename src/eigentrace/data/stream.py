@@ -136,14 +136,16 @@ class Stream:
             self.known.head = head
         elif head is None or not np.array_equal(head, self.known.head):
             raise DataError(
-                "The first examples of the stream differ from those of its first pass, so its rows have no stable "
-                "numbers. It must yield the same examples in the same order on every pass: no shuffling, no random "
-                "augmentation."
+                f"The first examples of the stream ({type(self.dataset).__name__}) differ from those of its first "
+                "pass, so its rows have no stable numbers. It must yield the same examples in the same order on every "
+                "pass: no shuffling, no random augmentation."
             )
 
     def _finish(self, count: int, rows: Rows) -> None:
         if count == 0:
-            raise DataError("The data is empty: at least one example is needed.")
+            raise DataError(
+                f"The data is empty: {type(self.dataset).__name__} yielded 0 examples, at least 1 is needed."
+            )
         if self.known.length not in (None, count):
             raise self._other_length(str(count))
         self.known.length = count

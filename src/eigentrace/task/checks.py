@@ -48,8 +48,8 @@ def check_task(task: Task, data: Data) -> LossFingerprint:
     first, again = data.first(_LOOKED_AT, digests=True), data.first(_LOOKED_AT)
     if not _same_batch(first, again):
         raise DeterminismError(
-            "Reading the first batch twice gave different numbers: the dataset augments or shuffles at random. Pass "
-            "the examples without shuffling and random transforms."
+            f"The first batch, {describe_batch(first.values)}, has other numbers when it is read again: the dataset "
+            "augments or shuffles at random. Pass the examples without shuffling and random transforms."
         )
     batch = task.place(first.values)
     try:

@@ -320,11 +320,10 @@ def _check_functions(model: Any, loss: Any, outputs: Any, output_loss: Any, meas
         raise TaskError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, torch.jit.ScriptModule):
         raise TaskError("A TorchScript model cannot be differentiated by torch.func: pass the original nn.Module.")
-    if (outputs is None) != (output_loss is None):
-        raise TaskError("`outputs` and `output_loss` must be passed together: pass both, or only `loss`.")
-    if (loss is None) == (outputs is None):
-        raise TaskError("Pass either `loss`, or `outputs` and `output_loss`: exactly one of the two.")
     functions = {"loss": loss, "outputs": outputs, "output_loss": output_loss, "measurement": measurement}
+    passed = [name for name in ("loss", "outputs", "output_loss") if functions[name] is not None]
+    if passed not in (["loss"], ["outputs", "output_loss"]):
+        raise TaskError(f"Pass either `loss`, or both `outputs` and `output_loss`, got {passed}.")
     for name, function in functions.items():
         if function is not None and not callable(function):
             raise TaskError(f"{name} must be a function, got {type(function).__name__}.")
