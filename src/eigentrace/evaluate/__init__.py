@@ -1,4 +1,4 @@
-"""How good are the scores: finding known bad examples, and predicting what training again would give."""
+"""Measuring scores: whether they find known bad examples, and whether they predict the results of retraining."""
 
 from eigentrace.evaluate.compare import Comparison, baselines, compare
 from eigentrace.evaluate.counterfactual import Counterfactual, counterfactual
@@ -22,7 +22,7 @@ __all__ = [
     "compare",
     "Comparison",
     "baselines",
-    # training again: on what, and how
+    # retraining: subsets and trainers
     "Subsets",
     "Trainer",
     "Loop",
@@ -30,7 +30,7 @@ __all__ = [
     "SGD",
     "retrain",
     "Retrained",
-    # scores against what training again gives
+    # comparing scores with retraining
     "lds",
     "LDS",
     "leave_out",

@@ -1,4 +1,4 @@
-"""Several scores side by side on known bad examples, never without the two that cost next to nothing."""
+"""Comparing several scores on known noisy examples, together with two cheap baselines."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from eigentrace.task.task import Task
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """How well each of several scores finds the same noisy examples."""
+    """How well several scores find the same noisy examples."""
 
     retrieval: dict[str, Retrieval]
-    """By the name of the score, in the order given, baselines last."""
+    """AUC, AP and precision by the name of the score, in the order passed, baselines last."""
     detection: dict[str, Detection]
-    """Likewise."""
+    """Detection curves by the name of the score, in the same order."""
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.retrieval)
@@ -42,31 +42,32 @@ def compare(
     data: Any = None,
     compute: Compute | None = None,
 ) -> Comparison:
-    """Measure several scores on the same noisy examples, beside the loss and the gradient norm.
+    """Measure how well several scores find the same noisy examples, and compare them with baselines.
 
     Args:
-        scores: Numbers per example by name; higher should mean noisier.
+        scores: One number per example, by the name of the score; higher should mean noisier.
         is_noisy: One truth value per example.
-        task: With `data`, adds the baselines "loss" and "gradient norm", which a score has to beat to be worth
-            its price.
+        task: If passed together with `data`, the baselines "loss" and "gradient norm" are added. A score that does not
+            beat them is not worth its cost.
         data: The examples that were scored, in order.
-        compute: Engine, precision, memory and batch size of the baselines' pass.
+        compute: Engine, precision, memory and batch size for computing the baselines.
 
     Raises:
-        InputError: If there is nothing to compare, only one of `task` and `data` is given, a score does not fit, or a
-            score has the name of a baseline.
+        InputError: If there is nothing to compare, only one of `task` and `data` is passed, the shape of a score does
+            not match, or a score has the name of a baseline.
     """
     if (task is None) != (data is None):
-        raise InputError("The baselines need both the task and the data: give both, or neither.")
+        given = "data" if task is None else "task"
+        raise InputError(f"The baselines need both the task and the data, got only {given}: pass both, or neither.")
     every = dict(scores)
     if task is not None:
         own = baselines(task, data, compute=compute)
         taken = sorted(own.keys() & every.keys())
         if taken:
-            raise InputError(f"{taken[0]!r} is the name of a baseline: give this score another name.")
+            raise InputError(f"{taken[0]!r} is the name of a baseline: rename this score.")
         every |= own
     if not every:
-        raise InputError("There are no scores to compare: give at least one, or a task and data for the baselines.")
+        raise InputError("There are no scores to compare: pass at least one, or a task and data for the baselines.")
     return Comparison(
         {name: retrieval(values, is_noisy) for name, values in every.items()},
         {name: detection(values, is_noisy) for name, values in every.items()},
@@ -74,7 +75,7 @@ def compare(
 
 
 def baselines(task: Task, data: Any, *, compute: Compute | None = None) -> dict[str, np.ndarray]:  # each (N,)
-    """Return the loss and the gradient norm of every example, what any other score is to be held against."""
+    """Return the loss and the gradient norm of every example, as baselines for other scores."""
     losses = Loss().fit(task, data).self_influence(data, compute=compute)
     squares = TracIn().fit(task, data).self_influence(data, compute=compute)  # ⟨g, g⟩
     return {"loss": as_array(losses), "gradient norm": np.sqrt(as_array(squares).clip(min=0.0))}

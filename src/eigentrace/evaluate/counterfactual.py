@@ -1,4 +1,4 @@
-"""The counterfactual check: without a query's strongest proponents, does its prediction really fall?"""
+"""The counterfactual check: does a query's output get worse when its strongest proponents are left out of training?"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,26 +15,26 @@ from eigentrace.settings import check_counts
 
 @dataclass(frozen=True, eq=False)
 class Counterfactual:
-    """What became of each query when its strongest proponents were left out, beside as many random examples."""
+    """Changes of each query's output when its strongest proponents, or as many random examples, are left out."""
 
     dropped: np.ndarray
     """(Q, k), rows of the proponents, strongest first."""
     predicted: np.ndarray
-    """(Q,), predicted change of the query's output: nats, for a loss."""
+    """(Q,), predicted change of the query's output, in nats for a loss."""
     actual: np.ndarray
-    """(Q,), the change, as a mean over seeds."""
+    """(Q,), actual change, the mean over seeds."""
     error: np.ndarray
-    """(Q,), its standard error over seeds; NaN with a single seed."""
+    """(Q,), standard error of `actual` over seeds; NaN with a single seed."""
     random_predicted: np.ndarray
     """(Q, draws), predicted change without k random examples."""
     random_actual: np.ndarray
-    """(Q, draws), the change."""
+    """(Q, draws), actual change without these k random examples, the mean over seeds."""
     higher_is_worse: bool = True
-    """Whether the outputs are losses."""
+    """Whether the outputs are losses, or scores such as margins that rise as the model gets better."""
 
     @property
     def wins(self) -> float:
-        """Share of queries that got worse without their proponents than without any of the random draws."""
+        """Share of queries that get worse without their proponents than without any of the random draws."""
         sign = 1 if self.higher_is_worse else -1
         return float((sign * self.actual > (sign * self.random_actual).max(axis=1)).mean())
 
@@ -59,25 +59,25 @@ def counterfactual(
     seed: int = 0,
     cache: str | Path | None = None,
 ) -> Counterfactual:
-    """Leave out each query's strongest proponents, train again, and compare with the prediction.
+    """Leave out each query's strongest proponents, retrain, and compare the change with the predicted one.
 
-    It takes seeds × (1 + queries + draws) trainings: ask about the few queries that matter.
+    This trains seeds × (1 + queries + draws) models, so pass only a few queries.
 
     Args:
         trainer: `ManyModels`, `Loop`, or a function of rows and seed that returns one number per query.
-        scores: (Q, N), as `fitted.influence(train, queries)` gives them, without a unit.
-        drop: k, how many examples to leave out.
-        seeds: How many models to train with and without them.
-        draws: How many times k random examples are left out instead; the same ones for all queries.
-        seed: Fixes draws and seeds.
-        cache: A directory that remembers models; see `retrain`.
+        scores: (Q, N), the result of `fitted.influence(train, queries)` without a unit.
+        drop: k, the number of examples to leave out.
+        seeds: Number of models to train on all data and on each subset.
+        draws: Number of times that k random examples are left out instead; the same ones for all queries.
+        seed: Seed of the draws and of the models' seeds.
+        cache: A directory that stores the outputs of trained models; see `retrain`.
     """
     trainer, values = as_trainer(trainer), checked(scores, "scores", 2)
     check_counts(1, drop=drop, draws=draws)
     check_counts(0, seed=seed)
     num_queries, num_train = values.shape
     if drop >= num_train:
-        raise InputError(f"drop={drop} of {num_train} training examples leaves nothing to train on: drop fewer.")
+        raise InputError(f"drop={drop} of {num_train} training examples leaves none to train on: lower drop.")
     dropped = np.argsort(-values, axis=1, kind="stable")[:, :drop]
     random = [np.random.default_rng([seed, i]).permutation(num_train)[:drop] for i in range(draws)]
     left_out = np.zeros((num_queries + draws, num_train), dtype=bool)

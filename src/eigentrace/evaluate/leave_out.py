@@ -1,4 +1,4 @@
-"""Take examples away, train again, and hold what really changes against what influence predicts."""
+"""Comparing predicted with actual changes of outputs when examples are left out of training."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from eigentrace.settings import check_counts
 
 @dataclass(frozen=True, eq=False)
 class LeftOut:
-    """Changes of each query's output when groups of examples are left out."""
+    """Predicted and actual changes of each query's output when groups of examples are left out."""
 
     predicted: np.ndarray
-    """(Q, G), influences summed over the group and divided by the number of training examples: nats, for a loss."""
+    """(Q, G), influences summed over the group, divided by the number of training examples; in nats for a loss."""
     actual: np.ndarray
     """(Q, G), output without the group minus output with it, the mean over seeds."""
     error: np.ndarray
@@ -29,22 +29,22 @@ class LeftOut:
 
     @property
     def pearson(self) -> float:
-        """Correlation over all queries and groups; NaN where nothing varies."""
+        """Correlation over all queries and groups; NaN if one side is constant."""
         return float(pearson(self.predicted.reshape(1, -1), self.actual.reshape(1, -1))[0])
 
     @property
     def spearman(self) -> float:
-        """Rank correlation over all queries and groups; NaN where nothing varies."""
+        """Rank correlation over all queries and groups; NaN if one side is constant."""
         return float(spearman(self.predicted.reshape(1, -1), self.actual.reshape(1, -1))[0])
 
     @property
     def per_query(self) -> np.ndarray:  # (Q,)
-        """Rank correlation over the groups, for each query; NaN where nothing varies."""
+        """Rank correlation over the groups, for each query; NaN if one side is constant."""
         return spearman(self.predicted, self.actual)
 
     @property
     def slope(self) -> float:
-        """Actual change per predicted one, by least squares: 1 if the size is right, not only the order."""
+        """Least-squares slope of actual on predicted changes: 1 if the predicted sizes are right on average."""
         square = float((self.predicted**2).sum())
         return float((self.predicted * self.actual).sum()) / square if square else np.nan
 
@@ -60,16 +60,16 @@ def leave_out(
 ) -> LeftOut:
     """Compare predicted with actual changes when groups of training examples are left out.
 
-    Every model without a group is compared with the one of the same seed on all of the data, so that chance in training
-    cancels as far as it can.
+    Every model trained without a group is compared with the model of the same seed trained on all data, which removes
+    some of the noise of training.
 
     Args:
         trainer: `ManyModels`, `Loop`, or a function of rows and seed that returns one number per query.
-        scores: (Q, N), as `fitted.influence(train, queries)` gives them, without a unit.
+        scores: (Q, N), the result of `fitted.influence(train, queries)` without a unit.
         groups: Rows to leave out together, one list per group; single rows for leave-one-out.
-        seeds: How many models to train with and without each group.
-        seed: Fixes their seeds.
-        cache: A directory that remembers models; see `retrain`.
+        seeds: Number of models to train on all data and without each group.
+        seed: Seed of the models' seeds.
+        cache: A directory that stores the outputs of trained models; see `retrain`.
     """
     trainer, values = as_trainer(trainer), checked(scores, "scores", 2)
     subsets = Subsets.without(values.shape[1], groups)
@@ -79,7 +79,7 @@ def leave_out(
 
 
 def predicted_changes(scores: np.ndarray, left_out: np.ndarray, trainer: Trainer) -> np.ndarray:  # (Q, N), (G, N)
-    """Predict how each query's output changes, (Q, G): by Σ I(x, z)/N, and the other way round for margins."""
+    """Predict the change of each query's output, (Q, G): Σ I(x, z)/N for losses, with the opposite sign for margins."""
     changes = summed(scores, left_out) / scores.shape[1]
     return changes if trainer.higher_is_worse else -changes
 
@@ -100,16 +100,16 @@ def actual_changes(
 
 
 def check_queries(measured: int, scored: int) -> None:
-    """Refuse scores of other queries than the trainer measures."""
+    """Raise InputError unless the trainer measures as many queries as were scored."""
     if measured != scored:
         raise InputError(
-            f"The trainer measures {measured} queries and scores has {scored} rows: give one row for each query, in "
-            "the same order."
+            f"The trainer measures {measured} queries, but scores are for {scored}: score the same queries, in the "
+            "same order."
         )
 
 
 def standard_error(changes: np.ndarray) -> np.ndarray:  # (G, s, Q) -> (G, Q)
-    """Return the standard error of a mean over seeds, NaN where there is only one."""
+    """Return the standard error of the mean over seeds; NaN with a single seed."""
     num_seeds = changes.shape[1]
     if num_seeds == 1:
         return np.full((changes.shape[0], changes.shape[2]), np.nan)

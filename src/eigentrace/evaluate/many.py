@@ -1,4 +1,4 @@
-"""A hundred small networks trained at once, each as it would be alone."""
+"""Training many small networks at once, with the same result as training each alone."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ Initialise = Callable[[nn.Module, int], None]
 Engine = Literal["auto", "fused", "mapped"]
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-# More models at once were no faster on a CPU, whose caches they leave.
+# More models at once were not faster on a CPU, because they do not fit its caches.
 _AT_ONCE_ON_CPU = 16
 _MOST_AT_ONCE = 1024
 
 
 def reset(model: nn.Module, seed: int) -> None:
-    """Draw all weights anew as torch's own layers do, in the order a constructor draws them."""
+    """Reinitialise all weights by `reset_parameters` of each layer, in the order in which a constructor draws them."""
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if not any(p.requires_grad for p in own):
@@ -35,45 +35,46 @@ def reset(model: nn.Module, seed: int) -> None:
         again = getattr(module, "reset_parameters", None)
         if again is None or not all(p.requires_grad for p in own):
             raise InputError(
-                f"The weights of {name or 'the model'} ({type(module).__name__}) cannot be drawn anew: it has no "
-                "`reset_parameters`, or only some of its weights are trained. Give initialise=..., a function of the "
+                f"The weights of {name or 'the model'} ({type(module).__name__}) cannot be reinitialised: it has no "
+                "`reset_parameters`, or only some of its weights are trained. Pass initialise=..., a function of the "
                 "model and a seed."
             )
         again()
 
 
 def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:  # (B, classes), (B,) -> (B,)
-    """Return the loss of each example."""
+    """Return the cross-entropy of each example."""
     return F.cross_entropy(outputs, labels, reduction="none")
 
 
 def margin(outputs: Tensor, labels: Tensor) -> Tensor:  # (B, classes), (B,) -> (B,)
-    """Return log(p / (1 - p)) of each example's label."""
+    """Return the log-odds log(p / (1 - p)) of each example's label."""
     own = outputs.gather(1, labels[:, None])
     rest = outputs.scatter(1, labels[:, None], -torch.inf)
     return own.squeeze(1) - rest.logsumexp(dim=1)
 
 
 class ManyModels:
-    """Train small networks on parts of a data set, many at once, by stochastic gradient descent.
+    """A trainer of many small networks at once, on subsets of a dataset, by stochastic gradient descent.
 
-    A model's seed does what `torch.manual_seed(seed)` does at the top of a script: it fixes the weights, and after
-    them one `torch.randperm` of the model's examples per epoch. Each model ends where a plain loop over it alone would,
-    up to rounding. Networks of `nn.Linear` layers with ReLU, tanh or sigmoid and cross-entropy take a faster way.
+    A model's seed works like `torch.manual_seed(seed)` at the top of a script: it determines the weights, and then one
+    `torch.randperm` of the model's examples per epoch. The result equals that of a plain training loop for each model,
+    up to rounding. A faster implementation is used for `nn.Linear` layers with ReLU, tanh or sigmoid and cross-entropy.
 
     Args:
-        model: Shows the shape of the networks; it is copied, and never changed.
+        model: The architecture of the networks; it is copied, not changed.
         train: Inputs and targets of the whole training set, each (N, ...), as a tuple or a `TensorDataset`.
-        queries: Inputs and targets of the queries, likewise.
-        sgd: How to train.
-        loss: `loss(outputs, targets) -> (B,)`; cross-entropy if not given. The mean over a batch is descended.
-        measure: What to measure of a query: "loss", "margin" (log-odds of its label), or a function like `loss`.
+        queries: Inputs and targets of the queries, in the same form.
+        sgd: Settings of the optimiser.
+        loss: `loss(outputs, targets) -> (B,)`; cross-entropy by default. Its mean over a batch is minimised.
+        measure: What to measure for a query: "loss", "margin" (log-odds of its label), or a function like `loss`.
         higher_is_worse: Whether a larger measured number is worse; by default false for "margin" only.
-        initialise: `initialise(model, seed)` sets the weights in place, the global generator seeded before;
-            `reset_parameters` of every layer if not given.
-        at_once: How many models to train together; by memory if not given.
-        device: Where to train; where the inputs are if not given.
-        engine: "auto", or "fused" or "mapped" to insist on one.
+        initialise: `initialise(model, seed)` sets the weights in place, after the global generator was seeded; by
+            default, calls `reset_parameters` of every layer.
+        at_once: Number of models to train together; by default, as many as fit in memory.
+        device: Device to train on; by default, that of the inputs.
+        engine: "fused" for the faster implementation, "mapped" for the general one, "auto" for "fused" if it supports
+            the network, the loss and the data.
     """
 
     def __init__(
@@ -110,18 +111,21 @@ class ManyModels:
 
     @property
     def at_once(self) -> int:
-        """How many models are trained together."""
+        """Number of models to train together."""
         return self._at_once
 
     def check(self, num_train: int) -> None:
-        """Refuse a training set of another size."""
+        """Raise InputError unless the trainer's training set has this size."""
         if num_train != len(self._x):
-            raise InputError(f"Subsets are of {num_train} examples, and the trainer has {len(self._x)}: give its own.")
+            raise InputError(
+                f"The subsets are of {num_train} examples, but the trainer has {len(self._x)}: pass subsets of the "
+                "trainer's training set."
+            )
 
     def recipe(self) -> dict[str, Any]:
-        """Describe everything that outputs depend on, apart from rows and seed."""
+        """Describe everything that outputs depend on besides rows and seed."""
         own = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
-        # Weights that are drawn anew do not matter; what stays as it was given does.
+        # Weights that are reinitialised do not matter; all other tensors do.
         kept = [n for n, t in own.items() if self._initialise is not reset or not t.requires_grad]
         shapes = {name: f"{p.dtype} {tuple(p.shape)}" for name, p in own.items()}
         return {
@@ -159,8 +163,8 @@ class ManyModels:
         return torch.stack([row for row in found if row is not None])
 
     def start(self, seed: int) -> tuple[State, torch.Generator]:
-        """Return a model's first weights, and the generator its orders are drawn from."""
-        model = copy.deepcopy(self._model)  # what `initialise` leaves alone is as it was given
+        """Return a model's initial weights, and the generator that shuffles its examples."""
+        model = copy.deepcopy(self._model)  # weights that `initialise` does not set are those passed
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             self._initialise(model, seed)
@@ -188,12 +192,12 @@ class ManyModels:
         if values.shape != (len(outputs), len(targets)):
             raise InputError(
                 f"The queries must be measured by one number each, got shape {tuple(values.shape[1:])} for "
-                f"{len(targets)} of them."
+                f"{len(targets)} queries. Make `measure` return a tensor of shape (B,)."
             )
         return values
 
     def _query_parts(self, num_models: int) -> list[slice]:
-        # A stack of M networks takes as much room for one query as for one example of a batch.
+        # M networks need as much memory for one query as for one example of a batch.
         step = max(self._sgd.batch_size, 65536 // num_models)
         return [slice(i, i + step) for i in range(0, len(self._qx), step)]
 
@@ -210,7 +214,7 @@ class ManyModels:
         return y.to(self._device, torch.int64 if is_whole else y.dtype)
 
     def _plan(self, engine: Engine) -> Any:
-        """Choose the faster way if the network, the loss and the data allow it."""
+        """Return the layers for the fused engine, or None if the mapped engine is to be used."""
         if engine not in ("auto", "fused", "mapped"):
             raise InputError(f"engine must be 'auto', 'fused' or 'mapped', got {engine!r}.")
         with torch.no_grad():
@@ -226,7 +230,8 @@ class ManyModels:
         if engine == "fused" and (layers is None or not fits):
             raise InputError(
                 "engine='fused' is for nn.Sequential of nn.Linear, ReLU, Tanh and Sigmoid on flat inputs, trained with "
-                "cross-entropy: use 'auto'."
+                f"cross-entropy; it does not support this {type(self._model).__name__} with its loss and inputs. Use "
+                "engine='auto'."
             )
         return layers if fits else None
 
@@ -235,20 +240,23 @@ class ManyModels:
             return _AT_ONCE_ON_CPU
         free, _ = torch.cuda.mem_get_info(self._device)
         num_params = sum(p.numel() for p in self._model.parameters())
-        # Weights, velocity and gradient, and a batch with activations of several times its size. Half of what is free
-        # is asked for, and less is tried where that was too much.
+        # Weights, velocity and gradient, and a batch with activations of several times its size. This aims at half of
+        # the free memory; `outputs` tries fewer models if that is too much.
         numbers = 4 * num_params + self._sgd.batch_size * (4 * self._x[0].numel() + 4096)
         return int(min(max(free // 2 // (numbers * self._dtype.itemsize), 1), _MOST_AT_ONCE))
 
 
 def _template(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
-        raise InputError(f"model must be a torch.nn.Module with parameters to train, got {type(model).__name__}.")
+        raise InputError(
+            f"model must be a torch.nn.Module with trainable parameters, got {type(model).__name__}. Set requires_grad "
+            "of the parameters to train."
+        )
     for name, module in model.named_modules():
         if (isinstance(module, _DROPOUT) and module.p > 0) or getattr(module, "running_mean", None) is not None:
             raise InputError(
-                f"{name or 'The model'} ({type(module).__name__}) draws at random or keeps statistics while training, "
-                "which many models at once cannot: leave it out, or train with eigentrace.evaluate.Loop."
+                f"{name or 'The model'} ({type(module).__name__}) draws random numbers or updates statistics in "
+                "training, which ManyModels does not support. Remove it, or train with eigentrace.evaluate.Loop."
             )
     return copy.deepcopy(model).cpu().train()
 
@@ -256,10 +264,12 @@ def _template(model: Any) -> nn.Module:
 def _pair(data: Any, name: str) -> tuple[Tensor, Tensor]:
     tensors = data.tensors if isinstance(data, TensorDataset) else data
     if not isinstance(tensors, list | tuple) or len(tensors) != 2 or not all(isinstance(t, Tensor) for t in tensors):
-        raise InputError(f"{name} must be two tensors, (inputs, targets), got {type(data).__name__}.")
+        raise InputError(
+            f"{name} must be a tuple of two tensors (inputs, targets), or a TensorDataset, got {type(data).__name__}."
+        )
     if not len(tensors[0]) or len(tensors[0]) != len(tensors[1]):
         raise InputError(
-            f"{name} has {len(tensors[0])} inputs and {len(tensors[1])} targets: give as many of each, at least one."
+            f"{name} has {len(tensors[0])} inputs and {len(tensors[1])} targets: pass as many of each, at least one."
         )
     return tensors[0], tensors[1]
 
@@ -267,15 +277,18 @@ def _pair(data: Any, name: str) -> tuple[Tensor, Tensor]:
 def _check_labels(name: str, labels: Tensor, shown: Tensor) -> None:
     if shown.ndim != 2 or labels.ndim != 1 or labels.is_floating_point():
         raise InputError(
-            f"Cross-entropy and margins take outputs (B, classes) and integer labels (B,); the model returned "
-            f"{tuple(shown.shape)} for one example, and the targets of {name} are {labels.dtype} "
-            f"{tuple(labels.shape)}. Give loss=..., a function of outputs and targets."
+            f"Cross-entropy and margins need outputs of shape (B, classes) and integer labels of shape (B,), but the "
+            f"model returned shape {tuple(shown.shape)} for one example, and the targets of {name} are {labels.dtype} "
+            f"{tuple(labels.shape)}. Pass loss=..., a function of outputs and targets."
         )
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= shown.shape[1]:
-        raise InputError(f"Labels of {name} go from {low} to {high}, and the model has {shown.shape[1]} classes.")
+        raise InputError(
+            f"The labels of {name} range from {low} to {high}, but the model has {shown.shape[1]} classes: expected "
+            f"labels from 0 to {shown.shape[1] - 1}."
+        )
 
 
 def _named(function: Any) -> str:
-    # Ours are known by name: a cache must outlive a change of wording here.
+    # Functions of this module are identified by name, so that caches stay valid when their source changes.
     return function.__name__ if function in (cross_entropy, margin, reset) else recipe_as_json(function)

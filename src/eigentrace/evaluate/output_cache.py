@@ -1,4 +1,4 @@
-"""A directory that remembers what retrained models gave, one recipe to a directory, and survives being killed."""
+"""A directory that stores the outputs of retrained models, so that a killed run resumes where it stopped."""
 
 import hashlib
 import json
@@ -22,14 +22,14 @@ _KIND = "cache of retrained models"
 
 
 class Store:
-    """Outputs of trained models by subset and seed.
+    """Stored outputs of trained models, by training rows and seed.
 
-    What is asked for is looked up by the rows themselves, so that one directory serves any subsets, groups and numbers
-    of seeds of one recipe on one training set.
+    Keys are computed from the rows themselves, so one directory serves any subsets, groups and numbers of seeds, for
+    one recipe and one training set.
 
     Args:
-        path: The directory; made if it is not there.
-        recipe: Describes data and training; a directory of another recipe is refused.
+        path: The directory; created if it does not exist.
+        recipe: Description of data and training; a directory with another recipe raises `MismatchError`.
         num_train: Size of the training set.
     """
 
@@ -51,11 +51,11 @@ class Store:
         return len(self._known)
 
     def get(self, job: TrainingJob) -> Tensor | None:  # (Q,)
-        """Return what a model gave, if it was trained before."""
+        """Return the stored outputs of a model; None if it was not trained before."""
         return self._known.get(self.key(job))
 
     def add(self, jobs: Sequence[TrainingJob], outputs: Tensor) -> None:  # (jobs, Q)
-        """Remember what models gave: in a file that is there as a whole or not at all."""
+        """Store the outputs of models, in one atomically written file."""
         keys = [self.key(job) for job in jobs]
         tensors = {
             "keys": torch.from_numpy(np.stack([np.frombuffer(key, dtype=np.uint8) for key in keys])),
@@ -67,7 +67,7 @@ class Store:
         self._known.update(zip(keys, outputs, strict=True))
 
     def key(self, job: TrainingJob) -> bytes:
-        """Name a model by its rows and seed."""
+        """Hash the rows and the seed of a model."""
         mask = np.zeros(self._num_train, dtype=bool)
         mask[job.rows] = True
         return hashlib.sha256(np.packbits(mask).tobytes() + job.seed.to_bytes(8, "little")).digest()
@@ -76,20 +76,22 @@ class Store:
         tensors = read_tensors(part)
         keys, outputs = tensors.get("keys"), tensors.get("outputs")
         if keys is None or outputs is None or len(keys) != len(outputs) or outputs.ndim != 2:
-            raise MismatchError(f"{part} does not hold trained models. Remove it; they are trained again.")
+            raise MismatchError(
+                f"{part} does not contain outputs of trained models. Remove the file; its models are trained again."
+            )
         self._known.update({key.numpy().tobytes(): row for key, row in zip(keys, outputs, strict=True)})
 
 
 def _compare(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Refuse a directory whose recipe differs, naming every entry that does."""
+    """Raise MismatchError if the recipe of a directory differs, naming the first five entries that do."""
     entries = [_flat(there), _flat(here)]
     pairs = {name: [side.get(name, "nothing") for side in entries] for name in sorted(entries[0] | entries[1])}
     differ = [f"{name} is {short(a)} there and {short(b)} here" for name, (a, b) in pairs.items() if a != b]
     if differ:
         listed = "; ".join(differ[:5])
         raise MismatchError(
-            f"{path} holds models of another training: {listed}. Give another directory for this one, or the settings "
-            "and data it was made with."
+            f"{path} holds models trained with another recipe: {listed}. Use another directory, or the settings and "
+            "data that it was created with."
         )
 
 

@@ -1,4 +1,4 @@
-"""The ground truth: models trained again on parts of the data, and what queries look like to each of them."""
+"""The ground truth: outputs of models that were retrained on subsets of the training data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,26 +24,29 @@ _KIND = "retrained"
 
 @dataclass(frozen=True, eq=False)
 class Retrained:
-    """What models trained on subsets say about queries."""
+    """Outputs of models trained on subsets, for each query."""
 
     masks: np.ndarray
     """(m, N), true where an example was in the subset."""
     outputs: np.ndarray
     """(m, s, Q), one number per subset, seed and query."""
     higher_is_worse: bool = True
-    """Whether the numbers are losses, or scores such as margins that rise as a model gets better."""
+    """Whether the outputs are losses, or scores such as margins that rise as a model gets better."""
     recipe: dict[str, Any] = field(default_factory=dict)
-    """How the models were trained, if the trainer can tell."""
+    """Description of the training, if the trainer has one."""
 
     def __post_init__(self) -> None:
         masks, outputs = np.asarray(self.masks), np.asarray(self.outputs, dtype=np.float64)
         if masks.ndim != 2 or masks.dtype != np.bool_ or outputs.ndim != 3 or len(masks) != len(outputs):
             raise InputError(
-                f"Got masks {masks.dtype} {masks.shape} and outputs {outputs.shape}: expected booleans (subsets, "
-                "training examples) and numbers (subsets, seeds, queries)."
+                f"Got masks {masks.dtype} {masks.shape} and outputs {outputs.shape}: expected boolean masks of shape "
+                "(subsets, training examples) and outputs of shape (subsets, seeds, queries)."
             )
         if not outputs.size or not np.isfinite(outputs).all():
-            raise InputError(f"{int((~np.isfinite(outputs)).sum())} of {outputs.size} outputs are not finite numbers.")
+            raise InputError(
+                f"{int((~np.isfinite(outputs)).sum())} of {outputs.size} outputs are not finite: pass at least one "
+                "output, and leave out models that diverged."
+            )
         object.__setattr__(self, "masks", masks)
         object.__setattr__(self, "outputs", outputs)
 
@@ -53,7 +56,7 @@ class Retrained:
         return self.outputs.mean(axis=1)
 
     def save(self, path: str | Path) -> None:
-        """Write everything to a new directory."""
+        """Write masks, outputs and recipe to a new directory."""
         manifest = {
             "kind": _KIND,
             "format": 1,
@@ -70,11 +73,13 @@ class Retrained:
 
     @classmethod
     def load(cls, path: str | Path) -> "Retrained":
-        """Read back what `save` wrote."""
+        """Read a directory that `save` wrote."""
         manifest = read_manifest(Path(path), _KIND)
         tensors = read_tensors(Path(path) / "retrained.safetensors")
         if tensors.keys() != {"masks", "outputs"}:
-            raise MismatchError(f"{path} holds {sorted(tensors)} in place of masks and outputs. Make it again.")
+            raise MismatchError(
+                f"{path} contains the tensors {sorted(tensors)}, expected masks and outputs. Save the result again."
+            )
         masks = np.unpackbits(tensors["masks"].numpy(), axis=1, count=manifest["num_train"]).astype(bool)
         return cls(masks, tensors["outputs"].numpy(), manifest["higher_is_worse"], manifest["recipe"])
 
@@ -92,18 +97,18 @@ def retrain(
 
     Args:
         trainer: `ManyModels`, `Loop`, or a function of rows and seed that returns one number per query.
-        subsets: Which examples each model sees.
-        seeds: s, how many models to train on each subset.
-        seed: Fixes the seeds of all models.
-        shared_seeds: Give the models of all subsets the same s seeds. Differences between subsets are then less noisy;
-            by default every model has a seed of its own, as independent trainings have.
-        cache: A directory that remembers models: a killed run goes on where it stopped, and asking again, or for more
-            subsets or seeds, trains only what is new. One of another recipe or other data is refused.
+        subsets: The examples that each model is trained on.
+        seeds: s, the number of models to train on each subset.
+        seed: Seed from which the seeds of all models are derived.
+        shared_seeds: Use the same s seeds for all subsets, which makes differences between subsets less noisy. By
+            default every model has its own seed, so that all models are independent.
+        cache: A directory that stores the outputs of trained models. A killed run resumes from it, and calls with more
+            subsets or seeds train only the new models. It must have been created with the same recipe and data.
 
     Raises:
-        InputError: If the trainer does not yield one number per query.
-        MismatchError: If the cache belongs to another training.
-        NumericalError: If a training diverges.
+        InputError: If the trainer does not return one number per query.
+        MismatchError: If the cache was created with another recipe or other data.
+        NumericalError: If training diverges.
     """
     trainer = as_trainer(trainer)
     check_counts(1, seeds=seeds)
@@ -117,13 +122,13 @@ def retrain(
 def train_jobs(
     trainer: Trainer, jobs: Sequence[TrainingJob], num_train: int, cache: str | Path | None
 ) -> Tensor:  # (jobs, Q) float64
-    """Train what the cache does not have, each model once, and return the outputs of all."""
+    """Train the models that the cache does not have, each once, and return the outputs of all jobs."""
     trainer.check(num_train)
     store = None if cache is None else _opened(Path(cache), trainer, num_train)
     names = [(job.rows.tobytes(), job.seed) for job in jobs]
     wanted = dict(zip(names, jobs, strict=True))
     found = {name: known for name, job in wanted.items() if store and (known := store.get(job)) is not None}
-    # Models of one size go together, since they take the same steps.
+    # Models with equally many examples are trained together, since they take the same number of steps.
     missing = sorted((name for name in wanted if name not in found), key=lambda name: len(wanted[name].rows))
     step = max(1, trainer.at_once)
     blocks = [missing[i : i + step] for i in range(0, len(missing), step)]
@@ -141,25 +146,28 @@ def _opened(path: Path, trainer: Trainer, num_train: int) -> Store:
     recipe = trainer.recipe()
     if recipe is None:
         raise InputError(
-            "A cache needs to know what it holds: give Loop(..., recipe={...}) with the data, the model and every "
-            "setting of the training, so that it is never mistaken for another."
+            "A cache needs a recipe, to be told apart from caches of other training: pass Loop(..., recipe={...}) with "
+            "the data, the model and every setting of the training."
         )
     return Store(path, recipe, num_train)
 
 
 def _check(jobs: Sequence[TrainingJob], outputs: Tensor, found: dict[Any, Tensor]) -> None:
     if outputs.ndim != 2 or len(outputs) != len(jobs):
-        raise InputError(f"The trainer gave {tuple(outputs.shape)} for {len(jobs)} models: expected (models, queries).")
+        raise InputError(
+            f"The trainer returned outputs of shape {tuple(outputs.shape)} for {len(jobs)} models: expected "
+            f"({len(jobs)}, queries)."
+        )
     num_queries = len(next(iter(found.values()))) if found else outputs.shape[1]
     if outputs.shape[1] != num_queries:
         raise InputError(
-            f"A model was measured on {outputs.shape[1]} queries, and others on {num_queries}: every model must be "
-            "asked about the same queries."
+            f"A model was measured on {outputs.shape[1]} queries, others on {num_queries}: measure every model on the "
+            "same queries."
         )
     bad = torch.nonzero(~outputs.isfinite().all(dim=1)).flatten().tolist()
     if bad:
         job = jobs[bad[0]]
         raise NumericalError(
-            f"{len(bad)} of {len(jobs)} trained models gave outputs that are not finite (first: {len(job.rows)} "
-            f"examples, seed {job.seed}). The training diverges there: lower the learning rate, or clip gradients."
+            f"{len(bad)} of {len(jobs)} trained models returned outputs that are not finite (first: {len(job.rows)} "
+            f"examples, seed {job.seed}). Their training diverged: lower the learning rate, or clip gradients."
         )

@@ -1,4 +1,4 @@
-"""Do the bad examples come first when a training set is ranked by a score?"""
+"""Measuring how high a score ranks noisy examples."""
 
 import math
 from dataclasses import dataclass
@@ -11,31 +11,33 @@ from eigentrace.evaluate.arrays import Values, as_array
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Quality of a ranking, as fractions of one."""
+    """Measures of a ranking's quality, each from 0 to 1."""
 
     auc: float
-    """Chance that a random bad example scores above a random good one; ties count half."""
+    """Area under the ROC curve: the probability that a random noisy example scores higher than a random good one;
+    ties count half."""
     ap: float
-    """Precision averaged over recall, the step-wise area under the precision-recall curve."""
+    """Average precision: the step-wise area under the precision-recall curve."""
     precision: float = math.nan
-    """Precision at the noise rate: the share of noisy examples among the top n, n being how many there are."""
+    """Precision at the noise rate: the share of noisy examples among the top n, where n is the number of noisy
+    examples."""
 
 
 @dataclass(frozen=True, eq=False)
 class Detection:
-    """How many of the noisy examples are found by somebody who looks from the top of a ranking down."""
+    """Share of the noisy examples found when a ranking is inspected from the top."""
 
     looked: np.ndarray
-    """(points,), share of the data looked at, from 0 to 1."""
+    """(points,), share of the data inspected, from 0 to 1."""
     found: np.ndarray
     """(points,), share of the noisy examples found by then."""
     area: float
-    """Area under the curve: .5 by chance, one minus half the noise rate at best."""
+    """Area under the curve: 0.5 for a random ranking, at most 1 minus half the noise rate."""
 
     def at(self, looked: float) -> float:
-        """Return the share found after looking at a share of the data."""
+        """Return the share of the noisy examples found after inspecting a share of the data."""
         if not 0 <= looked <= 1:
-            raise InputError(f"looked must be a share of the data, from 0 to 1, got {looked!r}.")
+            raise InputError(f"looked must be a share of the data, between 0 and 1, got {looked!r}.")
         return float(np.interp(looked, self.looked, self.found))
 
 
@@ -47,12 +49,11 @@ def retrieval(scores: Values, is_noisy: Values) -> Retrieval:
         is_noisy: One truth value per example.
 
     Returns:
-        ROC AUC, average precision, and precision at the noise rate. Examples that share a score are taken together, so
-        the order they are given in never matters.
+        ROC AUC, average precision, and precision at the noise rate. Examples with equal scores form one group, so the
+        order of the examples does not matter.
 
     Raises:
-        InputError: If the two do not have one value for each example, if a score is NaN, or if the noisy
-            examples are none or all.
+        InputError: If the shapes differ, a score is NaN, or no example or every example is noisy.
 
     >>> retrieval([0.9, 0.8, 0.3, 0.1], [True, False, True, False]).auc
     0.75
@@ -65,20 +66,20 @@ def retrieval(scores: Values, is_noisy: Values) -> Retrieval:
     beaten = num_good - np.cumsum(passed) + 0.5 * passed
     auc = float(found @ beaten / (num_noisy * num_good))
     precision = np.cumsum(found) / np.cumsum(sizes)
-    # Where the top n ends within a group, as many of it are noisy as on average over its orders.
+    # If the top n ends within a group of equal scores, its expected number of noisy examples is used.
     top = np.interp(num_noisy, np.append(0, np.cumsum(sizes)), np.append(0, np.cumsum(found)))
     return Retrieval(auc=auc, ap=float(found @ precision / num_noisy), precision=float(top / num_noisy))
 
 
 def detection(scores: Values, is_noisy: Values) -> Detection:
-    """Follow how the noisy examples turn up when the highest scores are looked at first.
+    """Compute the share of noisy examples found as a function of the share of data inspected, highest scores first.
 
     Args:
         scores: One number per example; higher should mean noisier.
         is_noisy: One truth value per example.
 
     Returns:
-        The curve with a point after every distinct score; examples that share a score are met at an even pace.
+        The curve, with a point after every distinct score; among equal scores, noisy examples are spread evenly.
 
     Raises:
         InputError: As `retrieval`.
@@ -104,18 +105,19 @@ def _checked(scores: Values, is_noisy: Values) -> tuple[np.ndarray, np.ndarray]:
     values, truth = as_array(scores), as_array(is_noisy)
     if values.ndim != 1 or values.shape != truth.shape:
         raise InputError(
-            f"scores has shape {values.shape} and is_noisy {truth.shape}: give one score and one truth value "
-            "for each example."
+            f"scores has shape {values.shape} and is_noisy {truth.shape}: pass one score and one truth value for each "
+            "example."
         )
     if not np.isin(truth, (0.0, 1.0)).all():
         raise InputError(
-            "is_noisy holds values other than true and false: compare first, for instance `given != true`."
+            f"is_noisy must contain only true and false, got the value {truth[~np.isin(truth, (0.0, 1.0))][0]:g}. "
+            "Compare labels first, for example `given != true`."
         )
     num_nan = int(np.isnan(values).sum())
     if num_nan:
         raise InputError(
-            f"{num_nan} of {len(values)} scores are NaN and cannot be ranked: look for examples with an "
-            "infinite loss, or leave them out of both arguments."
+            f"{num_nan} of {len(values)} scores are NaN and cannot be ranked. Look for examples with an infinite loss, "
+            "or leave them out of both arguments."
         )
     num_noisy = int(truth.sum())
     if num_noisy in (0, len(truth)):

@@ -1,4 +1,4 @@
-"""Many small networks as one: stacked parameters that take a step of gradient descent together."""
+"""Training many small networks as one: stacked parameters that take each step of gradient descent together."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ OutputLoss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class SGD:
-    """Gradient descent in random batches, as `torch.optim.SGD` does it."""
+    """Settings of stochastic gradient descent, with the update rule of `torch.optim.SGD`."""
 
     epochs: int
-    """Passes over the data, each in a new random order."""
+    """Number of passes over the data, each in a new random order."""
     batch_size: int = 64
-    """Examples to a step; the last batch of a pass may be smaller."""
+    """Examples per step; the last batch of an epoch may be smaller."""
     lr: float = 0.01
-    """Step size."""
+    """Learning rate."""
     momentum: float = 0.0
-    """Share of the last step that goes into the next."""
+    """Momentum factor."""
     weight_decay: float = 0.0
-    """λ of the penalty (λ/2)·‖θ‖²."""
+    """λ of the ℓ2 penalty (λ/2)·‖θ‖²."""
 
     def __post_init__(self) -> None:
         check_counts(1, epochs=self.epochs, batch_size=self.batch_size)
@@ -35,7 +35,7 @@ class SGD:
 
 
 class Stack(Protocol):
-    """M networks of one shape."""
+    """M networks of the same architecture."""
 
     def step(self, x: Tensor, y: Tensor) -> None:  # (M, B, ...), (M, B, ...)
         """Take one step, each network on its own batch."""
@@ -47,7 +47,7 @@ class Stack(Protocol):
 
 
 class MappedStack:
-    """Any network, through `vmap` over `functional_call`."""
+    """Networks of any architecture, trained by `vmap` over `functional_call`."""
 
     def __init__(self, model: nn.Module, states: Sequence[State], sgd: SGD, loss: OutputLoss, device: object) -> None:
         self._model, self._sgd = model, sgd
@@ -80,7 +80,7 @@ class MappedStack:
 
 
 class Layer(NamedTuple):
-    """One linear map of a plain network, and what follows it."""
+    """Names of the parameters of one linear layer, and the activation after it."""
 
     weight: str
     bias: str | None
@@ -88,14 +88,14 @@ class Layer(NamedTuple):
 
 
 class FusedStack:
-    """Fully connected networks trained with cross-entropy, in batched matrix products.
+    """Fully connected networks trained with cross-entropy, by batched matrix products.
 
-    Gradients are never written down: each product adds onto the velocity it belongs to.
+    Gradients are not stored: each product is added to the velocity in place.
     """
 
     def __init__(self, layers: Sequence[Layer], states: Sequence[State], sgd: SGD, device: object) -> None:
         self._layers, self._sgd = layers, sgd
-        # (M, in, out): the forward product takes twice as long on a CPU with the weights as nn.Linear keeps them.
+        # (M, in, out): on a CPU, the forward product takes twice as long with the layout of nn.Linear.
         self._weights = [_stacked(states, layer.weight, device).transpose(1, 2).contiguous() for layer in layers]
         self._biases = [_stacked(states, layer.bias, device).unsqueeze(1) if layer.bias else None for layer in layers]
         self._velocities = [torch.zeros_like(weight) for weight in self._weights]
@@ -111,7 +111,7 @@ class FusedStack:
         for i in reversed(range(len(self._layers))):
             after = inputs[i + 1] if i + 1 < len(inputs) else outputs
             delta = _back(self._layers[i].activation, delta, after)
-            # The way down needs the weights as they were in the forward pass.
+            # The backward pass needs the weights of the forward pass, so this comes before the update.
             below = torch.bmm(delta, self._weights[i].transpose(1, 2)) if i else delta
             self._velocities[i].baddbmm_(inputs[i].transpose(1, 2), delta, beta=self._sgd.momentum)
             _descend(self._weights[i], self._velocities[i], self._sgd)
@@ -136,7 +136,7 @@ class FusedStack:
 
 
 def plain_layers(model: nn.Module) -> list[Layer] | None:
-    """Read a fully connected network as layers, or return None if it is anything else."""
+    """Return the layers of a fully connected network; None for any other network."""
     parts = list(model.named_children()) if type(model) is nn.Sequential else [("", model)]
     while parts and type(parts[0][1]) is nn.Flatten and (parts[0][1].start_dim, parts[0][1].end_dim) == (1, -1):
         parts = parts[1:]
@@ -152,7 +152,7 @@ def plain_layers(model: nn.Module) -> list[Layer] | None:
             layers[-1] = layers[-1]._replace(activation=_ACTIVATIONS[type(part)])
         elif type(part) is not nn.Identity:
             return None
-    # A layer that is used twice is listed once among the parameters.
+    # The parameters of a layer that is used twice are listed once, so the counts differ.
     num_named = sum(1 + (layer.bias is not None) for layer in layers)
     return layers if layers and num_named == len(list(model.parameters())) else None
 
@@ -170,7 +170,7 @@ def _forward(activation: str, x: Tensor) -> Tensor:
 
 
 def _back(activation: str, delta: Tensor, after: Tensor) -> Tensor:
-    """Multiply by an activation's derivative, written in terms of what it returned."""
+    """Multiply by the derivative of an activation, computed from its output."""
     if activation == "relu":
         return delta.mul_(after > 0)
     if activation == "tanh":

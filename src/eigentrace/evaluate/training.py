@@ -1,4 +1,4 @@
-"""What trains models on parts of the data: the contract, and a plain loop around anybody's training function."""
+"""The interface of trainers, which train models on subsets, and a trainer that calls the user's own function."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,22 +15,25 @@ from eigentrace.numeric.hashing import hash_arrays, hash_text
 
 @runtime_checkable
 class Trainer(Protocol):
-    """Trains models on parts of one training set, and measures the same queries with each."""
+    """The interface of trainers: trains models on subsets of one training set and measures the same queries with each.
+
+    A model's training examples and seed come as a `TrainingJob`.
+    """
 
     higher_is_worse: bool
-    """Whether outputs are losses, which proponents keep low, or scores such as margins, which they keep high."""
+    """Whether outputs are losses, which proponents lower, or scores such as margins, which they raise."""
 
     @property
     def at_once(self) -> int:
-        """How many models it likes to be given together."""
+        """Number of models that `outputs` should get in one call."""
         ...
 
     def check(self, num_train: int) -> None:
-        """Refuse a training set of another size."""
+        """Raise InputError unless the trainer's training set has this size."""
         ...
 
     def recipe(self) -> dict[str, Any] | None:
-        """Describe everything that outputs depend on, apart from rows and seed, as JSON; None if it cannot tell."""
+        """Describe everything that outputs depend on besides rows and seed, as JSON; None without a description."""
         ...
 
     def outputs(self, jobs: Sequence[TrainingJob]) -> Tensor:  # (jobs, Q)
@@ -39,15 +42,16 @@ class Trainer(Protocol):
 
 
 class Loop:
-    """Train by a function of one's own, one model after the other.
+    """A trainer that calls a function of the user's, for one model after the other.
 
     Args:
         train: `train(rows, seed)` trains on these rows (an ascending array of integers) and returns one number per
-            query, or a model that `measure` takes. All of its randomness should come from the seed.
-        measure: `measure(model)`, one number per query; not needed if `train` returns these.
-        recipe: What the function does, in words and numbers (tensors are hashed): a cache is refused to another recipe,
-            and nothing but this tells them apart. Required with a cache.
-        higher_is_worse: Whether a query's number is a loss (the default) or rises as the model gets better.
+            query, or a model for `measure`. All randomness should come from the seed.
+        measure: `measure(model)` returns one number per query; not needed if `train` returns these.
+        recipe: A description of the data, the model and the training settings, in text, numbers and tensors (which are
+            hashed). Required for a cache, which is only reused with an equal recipe.
+        higher_is_worse: Whether a query's number is a loss (the default), or a score that rises as the model gets
+            better.
     """
 
     at_once = 1
@@ -67,10 +71,10 @@ class Loop:
         self._recipe = recipe
 
     def check(self, num_train: int) -> None:
-        """Take any size: the function knows its data."""
+        """Accept any size, because only the function has the data."""
 
     def recipe(self) -> dict[str, Any] | None:
-        """Describe the training as the caller did, if they did."""
+        """Return the recipe that was passed, as JSON; None if there is none."""
         return None if self._recipe is None else {"trainer": "Loop", "recipe": recipe_as_json(self._recipe)}
 
     def outputs(self, jobs: Sequence[TrainingJob]) -> Tensor:  # (jobs, Q)
@@ -82,31 +86,34 @@ class Loop:
         if self.measure is not None:
             found = self.measure(found)
         if isinstance(found, nn.Module):
-            raise InputError("`train` returned a model: give Loop(train, measure=...) that asks it about the queries.")
+            raise InputError(
+                f"`train` returned a model ({type(found).__name__}), expected one number per query: pass "
+                "Loop(train, measure=...) a function that measures the queries with a model."
+            )
         try:
             values = torch.as_tensor(found).detach().to("cpu", torch.float64)
         except (TypeError, ValueError, RuntimeError):
             raise InputError(
-                f"Training must yield one number per query, got {type(found).__name__}: return a tensor or an array."
+                f"Training must return one number per query, got {type(found).__name__}: return a tensor or an array."
             ) from None
         if values.ndim != 1 or not len(values):
-            raise InputError(f"Training must yield one number per query, shape (Q,), got shape {tuple(values.shape)}.")
+            raise InputError(f"Training must return one number per query, shape (Q,), got shape {tuple(values.shape)}.")
         return values
 
 
 def as_trainer(trainer: Any) -> Trainer:
-    """Accept a trainer, or a plain training function."""
+    """Return a trainer as it is, and wrap a plain training function in `Loop`."""
     if isinstance(trainer, Trainer):
         return trainer
     if isinstance(trainer, type) or not callable(trainer):
         raise InputError(
-            f"Expected a trainer, got {trainer!r}: give Loop(train), ManyModels(...) or a function of rows and seed."
+            f"Expected a trainer, got {trainer!r}: pass Loop(train), ManyModels(...), or a function of rows and seed."
         )
     return Loop(trainer)
 
 
 def recipe_as_json(value: Any) -> Any:
-    """Turn part of a recipe into JSON: tensors by their hash, functions by name and source."""
+    """Convert part of a recipe to JSON: tensors to their hash, functions to their name and the hash of their source."""
     if isinstance(value, Tensor | np.ndarray):
         return tensor_hash(value)
     if isinstance(value, Mapping):
@@ -120,19 +127,20 @@ def recipe_as_json(value: Any) -> Any:
     if isinstance(value, type) or callable(value):
         return _source_of(value)
     raise InputError(
-        f"A recipe holds words, numbers, tensors, functions, and lists and dicts of these, got {type(value).__name__}."
+        f"A recipe may contain text, numbers, tensors, functions, and lists and dicts of these, got "
+        f"{type(value).__name__}: convert it to one of these."
     )
 
 
 def tensor_hash(*tensors: Tensor | np.ndarray) -> str:
-    """Hash types, shapes and numbers."""
+    """Hash the dtypes, shapes and values of tensors."""
     found = [torch.as_tensor(tensor) for tensor in tensors]
     return f"sha256:{hash_arrays((f'{tensor.dtype} {tuple(tensor.shape)};', tensor) for tensor in found)}"
 
 
 def _source_of(function: Any) -> str:
     name = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-    if name.startswith("torch."):  # the same by whatever release it comes from
+    if name.startswith("torch."):  # identified by name, whatever the release
         return name
     try:
         source = inspect.getsource(function)
