@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import eigentrace as et
 from eigentrace.errors import InputError
 from eigentrace.evaluate import baselines, compare, detection, retrieval
+from tests.helpers.expecting import refused
 from tests.helpers.small import examples, net
 
 DATA = examples(20)
@@ -46,11 +47,11 @@ def test_without_a_model_there_are_no_baselines():
 
 def test_refuses():
     task = et.classification(net())
-    with pytest.raises(InputError, match="need both the task and the data"):
+    with refused(InputError, "task", "data"):
         compare({"mine": np.arange(20)}, IS_NOISY, task=task)
-    with pytest.raises(InputError, match="'loss' is the name of a baseline"):
+    with refused(InputError, "'loss'"):
         compare({"loss": np.arange(20)}, IS_NOISY, task=task, data=DATA)
-    with pytest.raises(InputError, match="There are no scores to compare"):
+    with refused(InputError, "scores"):
         compare({}, IS_NOISY)
-    with pytest.raises(InputError, match="give one score and one truth value"):
+    with refused(InputError, "(3,)", "(20,)"):
         compare({"mine": np.arange(3)}, IS_NOISY)

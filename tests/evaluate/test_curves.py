@@ -5,6 +5,7 @@ import pytest
 
 from eigentrace.errors import InputError
 from eigentrace.evaluate.curves import Curve, curves_svg, round_ticks
+from tests.helpers.expecting import refused
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -98,14 +99,14 @@ def test_ticks_are_few_and_inside():
 
 
 @pytest.mark.parametrize(
-    ("curves", "message"),
+    ("curves", "mentions"),
     [
-        ([], "no curves to draw"),
-        ([curve(up=(1.0, np.nan, 1.0))], "Curve 'a' holds numbers that are not finite"),
-        ([curve(up=(1.0, 2.0))], r"Curve 'a' has shapes \[\(3,\), \(2,\)\]: give one length"),
-        ([Curve("e", np.zeros(0), np.zeros(0))], "give one length"),
+        ([], ("curves",)),
+        ([curve(up=(1.0, np.nan, 1.0))], ("'a'",)),
+        ([curve(up=(1.0, 2.0))], ("'a'", "[(3,), (2,)]")),
+        ([Curve("e", np.zeros(0), np.zeros(0))], ("'e'", "[(0,), (0,)]")),
     ],
 )
-def test_refuses(curves, message):
-    with pytest.raises(InputError, match=message):
+def test_refuses(curves, mentions):
+    with refused(InputError, *mentions):
         curves_svg("t", curves, "x", "y")

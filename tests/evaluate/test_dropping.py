@@ -7,6 +7,7 @@ import pytest
 
 from eigentrace.errors import InputError
 from eigentrace.evaluate import Loop, retraining_curves
+from tests.helpers.expecting import refused
 
 N = 20
 SCORES = np.random.default_rng(0).permutation(N).astype(float)
@@ -77,32 +78,33 @@ def test_picture():
     found = retraining_curves(left, {"mine & <yours>": SCORES}, shares=(0.1, 0.5), seeds=3)
     root = ET.fromstring(found.svg("mean loss"))
     texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"mine & <yours>", "random", "mean loss", "Dropping the top of each ranking"} <= set(texts)
+    assert {"mine & <yours>", "random", "mean loss"} <= set(texts)
+    assert any("top" in (text or "") for text in texts)
     assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 2
 
 
 @pytest.mark.parametrize(
-    ("scores", "options", "message"),
+    ("scores", "options", "mentions"),
     [
-        ({"a": SCORES}, dict(drop="middle"), "drop must be 'top' or 'bottom', got 'middle'"),
-        ({"random": SCORES}, {}, "'random' is the name of the control"),
-        ({}, {}, r"Scores are for \[\] examples: give at least one score"),
-        ({"a": SCORES, "b": SCORES[:5]}, {}, r"Scores are for \[5, 20\] examples"),
-        ({"a": SCORES[None]}, {}, r"scores\['a'\] must have shape \(training examples,\)"),
-        ({"a": np.full(N, np.nan)}, {}, r"20 of 20 numbers in scores\['a'\] are NaN"),
-        ({"a": SCORES}, dict(shares=()), "shares must be between 0 and 1"),
-        ({"a": SCORES}, dict(shares=(1.0,)), "shares must be between 0 and 1"),
-        ({"a": SCORES}, dict(shares=(0.01,)), "drop 0 at most: drop at least one"),
-        ({"a": SCORES}, dict(shares=(0.99,)), "drop 20 at most: drop at least one, and leave one"),
-        ({"a": SCORES}, dict(seeds=0), "seeds must be a whole number"),
+        ({"a": SCORES}, dict(drop="middle"), ("drop", "'top'", "'bottom'", "'middle'")),
+        ({"random": SCORES}, {}, ("'random'",)),
+        ({}, {}, ("[]",)),
+        ({"a": SCORES, "b": SCORES[:5]}, {}, ("[5, 20]",)),
+        ({"a": SCORES[None]}, {}, ("scores['a']", "(1, 20)")),
+        ({"a": np.full(N, np.nan)}, {}, ("20 of 20", "scores['a']", "NaN")),
+        ({"a": SCORES}, dict(shares=()), ("shares", "[]")),
+        ({"a": SCORES}, dict(shares=(1.0,)), ("shares", "[1.0]")),
+        ({"a": SCORES}, dict(shares=(0.01,)), ("shares=[0.01]", 0)),
+        ({"a": SCORES}, dict(shares=(0.99,)), ("shares=[0.99]", 20)),
+        ({"a": SCORES}, dict(seeds=0), ("seeds", 0)),
     ],
 )
-def test_refuses(scores, options, message):
-    with pytest.raises(InputError, match=message):
+def test_refuses(scores, options, mentions):
+    with refused(InputError, *mentions):
         retraining_curves(high_left, scores, **options)
 
 
 def test_unknown_curves():
     found = retraining_curves(high_left, {"score": SCORES}, shares=(0.5,), seeds=1)
-    with pytest.raises(InputError, match="There is no curve 'loss': there are score, random"):
+    with refused(InputError, "'loss'", "score, random"):
         found.mean("loss")

@@ -10,6 +10,7 @@ from eigentrace.errors import InputError
 from eigentrace.evaluate import SGD, Loop, ManyModels, Subsets, Trainer, retrain
 from eigentrace.evaluate.many import margin
 from eigentrace.evaluate.subsets import TrainingJob
+from tests.helpers.expecting import refused
 
 SETTINGS = SGD(epochs=3, batch_size=7, lr=0.1, momentum=0.9, weight_decay=1e-2)
 
@@ -83,7 +84,7 @@ MODELS = {
 
 def refuses_to_fuse(*given, **options):
     """Whether the faster way for plain networks is not for this one."""
-    with pytest.raises(InputError, match="engine='fused' is for"):
+    with refused(InputError, "engine='fused'"):
         ManyModels(*given, SETTINGS, engine="fused", **options)
     return True
 
@@ -318,28 +319,28 @@ def test_both_trainers_keep_the_contract():
 REFUSED = {
     "dropout": (
         dict(model=nn.Sequential(nn.Linear(5, 3), nn.Dropout())),
-        r"1 \(Dropout\) draws at random or keeps statistics",
+        ("1 (Dropout)",),
     ),
-    "batch norm": (dict(model=nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))), "keeps statistics while training"),
-    "nothing to train": (dict(model=nn.ReLU()), "must be a torch.nn.Module with parameters to train, got ReLU"),
-    "no tensors": (dict(train=[1, 2]), r"train must be two tensors, \(inputs, targets\), got list"),
-    "lengths": (dict(queries=(QUERIES[0], QUERIES[1][:2])), "queries has 6 inputs and 2 targets"),
-    "empty": (dict(train=(TRAIN[0][:0], TRAIN[1][:0])), "train has 0 inputs and 0 targets: .* at least one"),
-    "label too large": (dict(train=(TRAIN[0], TRAIN[1] + 1)), "Labels of train go from 1 to 3, and the model has 3"),
-    "label too small": (dict(queries=(QUERIES[0], QUERIES[1] - 1)), "Labels of queries go from -1 to"),
-    "float labels": (dict(train=(TRAIN[0], TRAIN[0])), "take outputs .* and integer labels"),
-    "measure": (dict(measure="accuracy"), "measure must be 'loss', 'margin' or a function, got 'accuracy'"),
-    "engine": (dict(engine="fast"), "engine must be 'auto', 'fused' or 'mapped', got 'fast'"),
-    "not plain": (dict(model=Gated(), engine="fused"), "engine='fused' is for nn.Sequential of nn.Linear"),
-    "at_once": (dict(at_once=0), "at_once must be a whole number of at least 1, got 0"),
+    "batch norm": (dict(model=nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))), ("1 (BatchNorm1d)",)),
+    "nothing to train": (dict(model=nn.ReLU()), ("model", "torch.nn.Module", "ReLU")),
+    "no tensors": (dict(train=[1, 2]), ("train", "(inputs, targets)", "list")),
+    "lengths": (dict(queries=(QUERIES[0], QUERIES[1][:2])), ("queries", "6 inputs", "2 targets")),
+    "empty": (dict(train=(TRAIN[0][:0], TRAIN[1][:0])), ("train", "0 inputs", "0 targets")),
+    "label too large": (dict(train=(TRAIN[0], TRAIN[1] + 1)), ("train", 1, 3)),
+    "label too small": (dict(queries=(QUERIES[0], QUERIES[1] - 1)), ("queries", -1, 3)),
+    "float labels": (dict(train=(TRAIN[0], TRAIN[0])), ("loss", "(40, 5)")),
+    "measure": (dict(measure="accuracy"), ("measure", "'loss'", "'margin'", "'accuracy'")),
+    "engine": (dict(engine="fast"), ("engine", "'auto'", "'fused'", "'mapped'", "'fast'")),
+    "not plain": (dict(model=Gated(), engine="fused"), ("engine='fused'", "nn.Sequential", "nn.Linear")),
+    "at_once": (dict(at_once=0), ("at_once", 1, 0)),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses(name):
-    options, message = REFUSED[name]
+    options, mentions = REFUSED[name]
     arguments = dict(model=mlp(), train=TRAIN, queries=QUERIES, sgd=SETTINGS) | options
-    with pytest.raises(InputError, match=message):
+    with refused(InputError, *mentions):
         ManyModels(**arguments)
 
 
@@ -353,21 +354,21 @@ def test_refuses_weights_it_cannot_draw():
             return x @ self.weight
 
     trainer = ManyModels(Own(), TRAIN, QUERIES, SETTINGS)
-    with pytest.raises(InputError, match=r"the model \(Own\) cannot be drawn anew: it has no `reset_parameters`"):
+    with refused(InputError, "Own", "reset_parameters"):
         trainer.outputs(some_jobs(1))
 
 
 def test_refuses_other_data_and_measures_of_another_shape():
     trainer = ManyModels(mlp(), TRAIN, QUERIES, SETTINGS, measure=lambda outputs, labels: outputs)
-    with pytest.raises(InputError, match="Subsets are of 30 examples, and the trainer has 40"):
+    with refused(InputError, 30, 40):
         retrain(trainer, Subsets.random(30, 3), seeds=1)
-    with pytest.raises(InputError, match="queries must be measured by one number each, got shape"):
+    with refused(InputError, "queries", "(6, 3)"):
         trainer.outputs(some_jobs(1))
 
 
 @pytest.mark.parametrize("wrong", [dict(epochs=0), dict(batch_size=0), dict(lr=-1.0), dict(momentum=float("nan"))])
 def test_settings_are_checked(wrong):
-    with pytest.raises(InputError, match=next(iter(wrong))):
+    with refused(InputError, *wrong, *wrong.values()):
         SGD(**(dict(epochs=1) | wrong))
 
 
