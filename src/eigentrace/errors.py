@@ -37,6 +37,10 @@ class StorageError(EigentraceError, OSError):
     """The disk is full, or a file cannot be written or read."""
 
 
+class UntrustedError(EigentraceError, RuntimeError):
+    """A file asks to import and call code, and the user has not said that it may."""
+
+
 class BusyError(EigentraceError, RuntimeError):
     """Another process has the write lock of the directory."""
 

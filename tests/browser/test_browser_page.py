@@ -21,6 +21,7 @@ import pytest
 import eigentrace as et
 from eigentrace.demo.digits import load_digits
 from eigentrace.loading import make_inputs
+from eigentrace.loading.trust import trust_run
 from eigentrace.page.one_file import write_report
 from eigentrace.rendering.png import encode_png
 from tests.helpers.pages import digit_run, pair_run
@@ -117,6 +118,7 @@ def _model_known(path, example):
 
 def _look_at_digits(folder, built):
     path = Path(shutil.copytree(built, folder / "run"))
+    trust_run(et.open_run(path).manifest["how"]["input"], path)
     config = _known(path)
     row = config["rows"][ASKED]
     pixels = (load_digits().train_images[ASKED, 0] * 255).round().byte().numpy()

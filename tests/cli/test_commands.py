@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from eigentrace import cli
 from eigentrace.cleaning.decisions import Decisions
 from tests.helpers.worked import build, check_cleaned, commands, shape
 
@@ -53,20 +52,6 @@ FUNCTION = """
     def number():
         return 3
 """
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Call the entry point; return its exit code, and what it printed."""
-
-    def called(line):
-        monkeypatch.setattr(sys, "argv", ["eigentrace", *shlex.split(line)])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        captured = capsys.readouterr()
-        return exit_.value.code, captured.out, captured.err
-
-    return called
 
 
 @pytest.fixture

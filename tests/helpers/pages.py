@@ -15,6 +15,7 @@ from eigentrace.demo.digits import load_digits, relabel
 from eigentrace.demo.inputs import CLASSES
 from eigentrace.errors import ConvergenceWarning
 from eigentrace.loading import from_config, make_inputs
+from eigentrace.loading.trust import trust_run
 from tests.helpers import make_folders, tiny_digits
 
 HOSTILE = (
@@ -80,7 +81,8 @@ def _score(run: Path, how: dict, classes: tuple[str, ...] | None, network: dict 
     kept = run.parent / "network.safetensors"  # beside the run until it is scored: a run begins in a bare directory
     if network is not None:
         save_file(network, kept)
-    inputs = make_inputs(how, run.parent)
+    trust_run(how["input"], run)
+    inputs = make_inputs(how, run.parent, trust=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         fitted = et.Arnoldi(steps=12, keep=6).fit(inputs.task, inputs.data)

@@ -38,13 +38,13 @@ from eigentrace.store.check import check as look
 from eigentrace.store.columns import ID, TAKEN
 
 
-def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], as_json: bool) -> None:
+def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], trust: bool, as_json: bool) -> None:
     """Fit into a new run, or go on with a fit that was interrupted."""
     folder = Folder(path)
     how = request.settled(path, config, given)
     method = make_method(how["fit"])
     # Nothing is written before the model and the data are there: wrong words leave no run behind.
-    inputs = None if folder.fit.exists() else request.made(how, path)
+    inputs = None if folder.fit.exists() else request.made(how, path, trust=trust)
     if inputs is not None:
         how = request.bound(how, inputs, path, begun=folder.has_fit_begun)
     fitted: Fitted | None = None
@@ -86,7 +86,7 @@ def _fit_of(folder: Folder, how: Mapping[str, Any], inputs: Inputs) -> Fitted:
     return load(folder.fit, inputs.task)
 
 
-def score(path: Path, given: Mapping[str, Any], device: str | None, as_json: bool) -> None:
+def score(path: Path, given: Mapping[str, Any], device: str | None, trust: bool, as_json: bool) -> None:
     """Score every example into the run, or go on."""
     folder = Folder(path)
     how = request.stored(path)
@@ -95,7 +95,7 @@ def score(path: Path, given: Mapping[str, Any], device: str | None, as_json: boo
     asked = dict(how["score"]) | {name: value for name, value in given.items() if value is not None}
     limits = {name: asked.pop(name) for name in ("shard_rows", "shard_seconds", "features") if name in asked}
     compute = Compute(**asked)
-    inputs = request.made(how, path, device)
+    inputs = request.made(how, path, device, trust=trust)
     how = request.bound(how, inputs, path) if "data" in how else how
     fitted = _fit_of(folder, how, inputs)
     known = how | {"classes": _classes(inputs)}
@@ -111,6 +111,7 @@ def explain(
     options: dict[str, Any],
     exact: bool,
     out: Path | None,
+    trust: bool,
     as_json: bool,
 ) -> None:
     """Print proponents and opponents."""
@@ -124,7 +125,7 @@ def explain(
     asked: Any = rows
     if exact or queries is not None or options["top_labels"] is not None:
         how = request.stored(path)
-        inputs = request.made(how, path)
+        inputs = request.made(how, path, trust=trust)
         # To compare the data with what was scored takes a pass over it: only where its examples are needed.
         data = inputs.data if exact or rows or not run.num_features else None
         run = (
@@ -189,14 +190,14 @@ def clean(
     _answer(result, "\n".join(lines), as_json)
 
 
-def check(path: Path, repair: bool, as_json: bool) -> None:
+def check(path: Path, repair: bool, trust: bool, as_json: bool) -> None:
     """Look at every file, and with `repair` score again what is damaged or missing."""
     folder = request.scored_folder(path)
     first = health = look(path, repair=repair)
     if repair and not health.is_good:
         how = request.stored(path)
         pinned = {name: folder.manifest["compute"][name] for name in ("engine", "precision", "compile")}
-        inputs = request.made(how, path)
+        inputs = request.made(how, path, trust=trust)
         if "data" in how:
             request.bound(how, inputs, path)
         if health.num_missing:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 _NO_SERVER = 'The page needs the packages fastapi and uvicorn. In the clone: pip install -e ".[serve]"'
 
 
-def serve(path: Path, port: int, host: str, token: str | None, model: bool, open_browser: bool, as_json: bool) -> None:
+def serve(
+    path: Path, port: int, host: str, token: str | None, model: bool, trust: bool, open_browser: bool, as_json: bool
+) -> None:
     """Serve a page until Ctrl-C."""
     _check_scored(path)
 
@@ -31,17 +33,26 @@ def serve(path: Path, port: int, host: str, token: str | None, model: bool, open
             raise
         raise InputError(_NO_SERVER) from None
     try:
-        start(path, port=port, host=host, token=token, with_model=model, open_browser=open_browser, on_start=tell)
+        start(
+            path,
+            port=port,
+            host=host,
+            token=token,
+            with_model=model,
+            trust=trust,
+            open_browser=open_browser,
+            on_start=tell,
+        )
     except KeyboardInterrupt:
         print(file=sys.stderr)
 
 
-def report(path: Path, out: Path | None, rows: int, as_json: bool) -> None:
+def report(path: Path, out: Path | None, rows: int, trust: bool, as_json: bool) -> None:
     """Write the page as one file."""
     from eigentrace.page.one_file import write_report
 
     _check_scored(path)
-    written = write_report(path, Folder(path).page_file if out is None else out, rows=rows)
+    written = write_report(path, Folder(path).page_file if out is None else out, rows=rows, trust=trust)
     size = written.stat().st_size
     if as_json:
         print(json.dumps({"run": str(path), "out": str(written), "bytes": size}), flush=True)

@@ -11,6 +11,7 @@ from eigentrace.data import Data
 from eigentrace.disk.atomic import replacing
 from eigentrace.errors import InputError, MismatchError
 from eigentrace.loading import Inputs, from_config, make_inputs
+from eigentrace.loading.trust import trust_run
 from eigentrace.methods.by_name import DEFAULT
 from eigentrace.numeric.hashing import hash_arrays
 from eigentrace.store.folder import REQUEST, Folder
@@ -37,6 +38,7 @@ def settled(path: Path, config: Path | None, given: dict[str, dict[str, Any]]) -
         return stored(path)
     _check_named(config, given["input"])
     how = from_config(config, given)
+    trust_run(how["input"], path)  # the user named the function in this call
     if not (path / REQUEST).exists():
         _refuse_others(path)
         return how
@@ -81,7 +83,7 @@ def remember(path: Path, how: Mapping[str, Any]) -> None:
         partial.write_text(words)
 
 
-def made(how: Mapping[str, Any], home: Path, device: str | None = None) -> Inputs:
+def made(how: Mapping[str, Any], home: Path, device: str | None = None, *, trust: bool = False) -> Inputs:
     """Load the model and open the data of the run at `home`, on another device if one is given."""
     asked = how["input"]
     if device is not None:
@@ -91,7 +93,7 @@ def made(how: Mapping[str, Any], home: Path, device: str | None = None) -> Input
     wanted = str(asked.get("device") or "")
     if wanted.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"The device {wanted} was asked for, and torch finds no GPU here. Use --device cpu.")
-    return make_inputs({"input": asked}, home)
+    return make_inputs({"input": asked}, home, trust=trust)
 
 
 def bound(how: How, inputs: Inputs, path: Path, begun: bool = True) -> How:

@@ -49,6 +49,9 @@ def _resumable() -> Iterator[None]:
 
 _Run = Annotated[Path, typer.Argument(help="Directory of a run.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+_Trust = Annotated[
+    bool, typer.Option("--trust", help="Call the function that the run names to load its model and data; remembered.")
+]
 
 
 def fit(
@@ -90,6 +93,7 @@ def fit(
         list[str] | None,
         _of_fit("Any other setting of the method: depth=50; a name given again is a list.", "--set"),
     ] = None,
+    trust: _Trust = False,
     json: _Json = False,
 ) -> None:
     """Fit an attribution method to a trained model: unless another is named, diagonalise its curvature.
@@ -110,6 +114,7 @@ _OF_FIT = (
 def _grouped(given: dict[str, Any]) -> dict[str, Any]:
     """Sort the options of a fit into the sections that a file of settings has."""
     plain = {"path": given.pop("run"), "config": given.pop("config"), "as_json": given.pop("json")}
+    plain["trust"] = given.pop("trust")
     others = given.pop("set_") or []
     fit = {name: given.pop(name) for name in _OF_FIT}
     for name, value in map(_setting, others):
@@ -135,6 +140,7 @@ def score(
     shard_rows: Annotated[int | None, _option("A shard ends after so many rows (250000),")] = None,
     shard_seconds: Annotated[float | None, _option("or after so many seconds (60).")] = None,
     device: Annotated[str | None, _option("Where the model computes, if elsewhere than for the fit.")] = None,
+    trust: _Trust = False,
     json: _Json = False,
 ) -> None:
     """Score every training example into the run: self-influence, loss, and features to search.
@@ -144,7 +150,7 @@ def score(
     given = {"batch": batch, "precision": precision}
     limits = {"features": features, "shard_rows": shard_rows, "shard_seconds": shard_seconds}
     with _resumable():
-        _commands().score(run, given | limits, device, json)
+        _commands().score(run, given | limits, device, trust, json)
 
 
 def explain(
@@ -165,6 +171,7 @@ def explain(
         int | None, typer.Option(min=2, help="Candidates that --exact scores; 2,000, or all of a smaller run.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the answers to this Parquet or CSV file.")] = None,
+    trust: _Trust = False,
     json: _Json = False,
 ) -> None:
     """Show the training examples that speak for and against an example.
@@ -173,7 +180,7 @@ def explain(
     """
     options = {"k": k, "normalize": normalize, "same_label": same_label, "top_labels": top_labels}
     options |= {"exclude": None if exclude == "none" else exclude, "shortlist": shortlist}
-    _commands().explain(run, row or [], queries, options, exact, out, json)
+    _commands().explain(run, row or [], queries, options, exact, out, trust, json)
 
 
 def clean(
@@ -202,11 +209,12 @@ def check(
     repair: Annotated[
         bool, typer.Option("--repair", help="Set damaged shards aside, and score their rows again.")
     ] = False,
+    trust: _Trust = False,
     json: _Json = False,
 ) -> None:
     """Look at every file of a run; exit with 1 if something is wrong or missing."""
     with _resumable():
-        _commands().check(run, repair, json)
+        _commands().check(run, repair, trust, json)
 
 
 def info(run: _Run, json: _Json = False) -> None:
@@ -221,13 +229,14 @@ def serve(
     token: Annotated[str | None, typer.Option(help="What others need to know to read and decide.")] = None,
     model: Annotated[bool, typer.Option("--model", help="Load the model too, to ask about new examples.")] = False,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    trust: _Trust = False,
     json: _Json = False,
 ) -> None:
     """Open a page on a run: look at examples, ask who taught what, decide what goes."""
     from eigentrace.cli.paging import serve as start
 
     _hide_bars()
-    start(run, port, host, token, model, open_, json)
+    start(run, port, host, token, model, trust, open_, json)
 
 
 def report(
@@ -240,9 +249,10 @@ def report(
             help="Examples of highest self-influence to explain; those that explain them, and a sample, are added.",
         ),
     ] = 300,
+    trust: _Trust = False,
     json: _Json = False,
 ) -> None:
     """Write the page on a run as one HTML file, to mail around."""
     from eigentrace.cli.paging import report as write
 
-    write(run, out, rows, json)
+    write(run, out, rows, trust, json)

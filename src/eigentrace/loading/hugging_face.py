@@ -48,11 +48,24 @@ def stored_class_names(folder: Path) -> tuple[str, ...] | None:
 
 
 def load_model(folder: Path, task: str) -> nn.Module:
-    """Load a trained model in float32, on the CPU; raise TaskError if weights are missing in the folder."""
+    """Load a trained model in float32, on the CPU; raise TaskError if weights are missing in the folder.
+
+    Weights are read from safetensors files only, since a pickle can call anything, and code in the folder is not run.
+    """
     loader = getattr(_transformers(), _CLASSES[task])
+    if not any(folder.glob("*.safetensors")) and (pickled := sorted(folder.glob("*.bin"))):
+        raise InputError(
+            f"The model in {folder} has its weights in {pickled[0].name}, a pickle, which is not read because it can "
+            "contain code. If you trust it, load it yourself and save it again with "
+            "model.save_pretrained(folder, safe_serialization=True)."
+        )
     try:
         model, report = loader.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False, output_loading_info=True
+            str(folder),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"The model in {folder} cannot be loaded for {task}: {error}") from error

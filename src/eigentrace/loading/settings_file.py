@@ -13,6 +13,7 @@ from eigentrace.loading.dataset_check import check_unchanged
 from eigentrace.loading.function import from_function
 from eigentrace.loading.inputs import Inputs
 from eigentrace.loading.model_folder import Check, from_folder, show_folder
+from eigentrace.loading.trust import check_trusted, trust_run
 from eigentrace.methods.by_name import DEFAULT, method_type, settable
 from eigentrace.rendering import Show, Tensors
 from eigentrace.store import Folder
@@ -73,24 +74,34 @@ def from_config(path: Path | str | None, overrides: Mapping[str, Mapping[str, An
     return _as_json(how)
 
 
-def make_inputs(how: Mapping[str, Mapping[str, Any]], home: Path | str | None = None) -> Inputs:
+def make_inputs(how: Mapping[str, Mapping[str, Any]], home: Path | str | None = None, *, trust: bool = False) -> Inputs:
     """Return task and data from a record of `from_config`, new or stored with a run.
 
     Each path is used as resolved in the record; if it no longer exists, as given, relative to the current directory.
+    A function is imported and called only if the user trusts the record; see `eigentrace.loading.trust`.
 
     Args:
         how: The record.
         home: The directory of the run that stores the record. It replaces `{run}` at the beginning of a function's
             arguments, so that a run that contains its own data can be moved.
+        trust: Call the function that the record names, and record that the run at `home` is trusted.
     """
     asked = _settled(how, home)
     if "function" in asked:
+        if not trust:
+            check_trusted(how["input"], home)
+        elif home is not None:
+            trust_run(how["input"], home)
         return from_function(asked["function"], asked.get("args"))
     return from_folder(**asked)
 
 
 def show_of(
-    how: Mapping[str, Mapping[str, Any]] | None, home: Path | str | None = None, inputs: Inputs | None = None
+    how: Mapping[str, Mapping[str, Any]] | None,
+    home: Path | str | None = None,
+    inputs: Inputs | None = None,
+    *,
+    trust: bool = False,
 ) -> Show | None:
     """Return a renderer of a run's examples; None if they cannot be rendered.
 
@@ -102,6 +113,7 @@ def show_of(
         how: The record of `from_config`, or the one in the run's manifest.
         home: The run's directory; see `make_inputs`.
         inputs: The result of `make_inputs`, if available.
+        trust: See `make_inputs`.
     """
     if inputs is None:
         if not how or "input" not in how:
@@ -109,7 +121,7 @@ def show_of(
         asked = _settled(how, home)
         if "function" not in asked:
             return show_folder(**asked, check=_check_of(how, home))
-        inputs = make_inputs(how, home)
+        inputs = make_inputs(how, home, trust=trust)
     return Tensors.found_in(inputs.data) if inputs.show is None else inputs.show
 
 

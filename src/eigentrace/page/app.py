@@ -1,4 +1,4 @@
-"""The page's addresses: what a browser asks by HTTP, checked and handed on to the answers."""
+"""HTTP routes of the page: they validate requests and pass them to `Answers`."""
 
 import html
 import json
@@ -62,19 +62,21 @@ def make_app(
     inputs: "Inputs | None" = None,
     with_model: bool = False,
     closed: bool = False,
+    trust: bool = False,
 ) -> FastAPI:
-    """Make the application that serves one run.
+    """Create the application that serves one run.
 
     Args:
-        run: A run's directory, or a run that is open. With a directory torch is loaded only when a question needs it.
-        token: What writing needs; the page is given it.
-        hosts: What browsers may call this server, port included.
-        show: What the examples look like; found out by what the run was made from if not given.
-        inputs: The model and the data, where they are at hand.
-        with_model: Load the model when it is first needed, so that new examples can be asked about.
-        closed: Refuse reading as well without the token; for servers that others can reach.
+        run: A run's directory, or an open run. With a directory, torch is imported only when a request needs it.
+        token: The token that writing requires; it is included in the page.
+        hosts: Accepted values of the Host header, with port.
+        show: Renders the examples; default: chosen from the run's request.
+        inputs: The model and the data, if they are already loaded.
+        with_model: Load the model on first use, so that new examples can be explained.
+        trust: Call the function that the run names to load its model and data; see `eigentrace.loading.trust`.
+        closed: Require the token for reading as well; for servers that other machines can reach.
     """
-    answers = Answers(Subject(run, show, inputs, with_model))
+    answers = Answers(Subject(run, show, inputs, with_model, trust))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> Any:
@@ -94,29 +96,31 @@ def make_app(
 
 
 def _json(found: Any, status: int = 200) -> Response:
-    # Letters beyond ASCII are escaped: a text with half a letter in it cannot be sent otherwise.
+    # Non-ASCII characters are escaped, since lone surrogates cannot be encoded as UTF-8.
     return Response(json.dumps(found, allow_nan=False), status, media_type="application/json")
 
 
 def _add_failures(app: FastAPI) -> None:
-    """Say in words what is wrong with a request; the server's own trouble stays its own."""
+    """Register the error handlers, which return messages for invalid requests without revealing internals."""
 
     def refused(status: int) -> Callable[[Request, Exception], Response]:
         return lambda _, error: _json({"error": str(error.args[0]) if error.args else str(error)}, status)
 
     def invalid(_: Request, error: Exception) -> Response:
         found = error.errors() if isinstance(error, RequestValidationError) else []
-        words = "; ".join(f"{'.'.join(str(part) for part in item['loc'][1:])}: {item['msg']}" for item in found)
-        return _json({"error": f"The request is not understood: {words}."}, 400)
+        problems = "; ".join(f"{'.'.join(str(part) for part in item['loc'][1:])}: {item['msg']}" for item in found)
+        return _json({"error": f"Invalid request: {problems}."}, 400)
 
-    def told(_: Request, error: Exception) -> Response:
-        status, words = (error.status_code, error.detail) if isinstance(error, HTTPException) else (500, "")
-        return _json({"error": str(words)}, status)
+    def http_error(_: Request, error: Exception) -> Response:
+        status, message = (error.status_code, error.detail) if isinstance(error, HTTPException) else (500, "")
+        return _json({"error": str(message)}, status)
 
     app.exception_handler(RequestValidationError)(invalid)
-    app.exception_handler(404)(lambda *_: _json({"error": "There is nothing at this address."}, 404))
-    app.exception_handler(405)(lambda *_: _json({"error": "This address is asked in another way."}, 405))
-    app.exception_handler(HTTPException)(told)
+    app.exception_handler(404)(lambda *_: _json({"error": "Not found: there is nothing at this address."}, 404))
+    app.exception_handler(405)(
+        lambda asked, _: _json({"error": f"Method {asked.method} is not allowed at this address."}, 405)
+    )
+    app.exception_handler(HTTPException)(http_error)
     app.exception_handler(MissingRowError)(refused(404))
     app.exception_handler(EigentraceError)(refused(400))
     app.exception_handler(UnsupportedError)(refused(409))
@@ -125,22 +129,22 @@ def _add_failures(app: FastAPI) -> None:
 
 
 def _add_files(app: FastAPI, token: str) -> None:
-    """Serve the page's own files, which are listed once: no path of a browser's reaches the file system."""
+    """Serve the page's static files from a fixed list, so that no requested path reaches the file system."""
     files = {path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.is_file()}
-    given = f'<meta name="token" content="{html.escape(token)}">'
+    meta = f'<meta name="token" content="{html.escape(token)}">'
 
     @app.get("/")
     def index() -> Response:
         page = files["index.html"].read_text(encoding="utf-8")
-        page, found = re.subn(r'<meta name="token" content="[^"]*">', lambda _: given, page, count=1)
+        page, found = re.subn(r'<meta name="token" content="[^"]*">', lambda _: meta, page, count=1)
         if not found:
-            page = page.replace("<head>", f"<head>\n{given}", 1)
+            page = page.replace("<head>", f"<head>\n{meta}", 1)
         return Response(page, media_type=_TYPES[".html"])
 
     @app.get("/static/{name:path}")
     def static(name: str) -> Response:
         if name not in files:
-            raise HTTPException(404, "There is no such file.")
+            raise HTTPException(404, f"There is no static file {name!r}.")
         return Response(files[name].read_bytes(), media_type=_TYPES.get(files[name].suffix, _PLAIN))
 
 
@@ -150,7 +154,7 @@ def _add_reading(app: FastAPI, answers: Answers) -> None:
     @app.get("/api/overview")
     def overview() -> Response:
         found = answers.overview()
-        if not warming:  # what comes next is prepared while people look at this
+        if not warming:  # load what later requests need while the overview is displayed
             warming.append(Thread(target=answers.subject.warm_up, daemon=True))
             warming[0].start()
         return _json(found)
@@ -219,19 +223,22 @@ def _add_asking(app: FastAPI, answers: Answers) -> None:
         exclude: Literal["self", "duplicates", "none"] = "self",
         exact: bool = False,
     ) -> Response:
-        left_out = None if exclude == "none" else exclude
-        return _json(answers.explain(row, k, _given(normalize), same_label, left_out, exact))
+        return _json(answers.explain(row, k, _optional(normalize), same_label, _optional(exclude), exact))
 
     @app.post("/api/ask")
     async def ask(request: Request) -> Response:
         asked = await _body(request)
         k, normalize = asked.get("k", 8), asked.get("normalize") or "none"
         if not isinstance(k, int) or not 1 <= k <= 100 or normalize not in ("none", "gradient", "metric"):
-            raise HTTPException(400, "k must be 1 to 100, and normalize none, gradient or metric.")
+            raise HTTPException(
+                400,
+                "k must be an integer from 1 to 100 and normalize one of none, gradient or metric, "
+                f"got k={str(k)[:50]!r} and normalize={str(normalize)[:50]!r}.",
+            )
         exact = asked.get("exact", False)
         if not isinstance(exact, bool):
-            raise HTTPException(400, "exact must be true or false.")
-        return _json(await run_in_threadpool(answers.ask, asked, k, _given(normalize), exact))
+            raise HTTPException(400, f"exact must be true or false, got {type(exact).__name__}.")
+        return _json(await run_in_threadpool(answers.ask, asked, k, _optional(normalize), exact))
 
 
 def _add_writing(app: FastAPI, answers: Answers) -> None:
@@ -244,20 +251,20 @@ def _add_writing(app: FastAPI, answers: Answers) -> None:
         return _json(as_json(await run_in_threadpool(answers.undo)))
 
 
-def _given(normalize: str) -> str | None:
-    return None if normalize == "none" else normalize
+def _optional(choice: str) -> str | None:
+    return None if choice == "none" else choice
 
 
 async def _body(request: Request) -> Mapping[str, Any]:
-    """Read a posted JSON object."""
+    """Parse the request body as a JSON object."""
     try:
         found = json.loads(await request.body(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise HTTPException(400, f"The body is not JSON: {str(error)[:200]}") from None
+        raise HTTPException(400, f"The request body is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(found, dict):
-        raise HTTPException(400, f"The body must be a JSON object, got {type(found).__name__}.")
+        raise HTTPException(400, f"The request body must be a JSON object, got {type(found).__name__}.")
     return found
 
 
 def _refuse_constant(word: str) -> float:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")

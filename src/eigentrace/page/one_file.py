@@ -1,4 +1,4 @@
-"""The page as one file: a run's overview, and the rows that stand out with whoever is responsible for them."""
+"""The page as one HTML file: the overview and the examples of highest self-influence, explained."""
 
 import base64
 import hashlib
@@ -30,9 +30,9 @@ _STYLES = ("style.css", "views.css")
 _LIBRARIES = ("vendor/d3.min.js", "vendor/plot.min.js")
 _ENTRY = "app.js"
 _SIDE = 6
-"""Proponents and opponents of each row that is explained."""
+"""Number of proponents and of opponents of each explained row."""
 _MOST_BYTES = 4_000_000
-"""What rows may take, so that the file can be sent by mail; those that stand out least are left out."""
+"""Limit for the embedded rows, so that the file can be sent by mail; rows of lower self-influence are left out."""
 _LARGE_IMAGE = 8_000
 _THUMBNAIL = 192
 _DIGITS = 6
@@ -43,21 +43,24 @@ _EXPORT = re.compile(r"^export ((?:async )?function|class|const) (\w+)", re.MULT
 Record = dict[str, Any]
 
 
-def write_report(run: "str | Path | Run", out: str | Path, show: "Show | None" = None, rows: int = 300) -> Path:
-    """Write the page on a run as a new HTML file that needs no server and asks nobody for anything.
+def write_report(
+    run: "str | Path | Run", out: str | Path, show: "Show | None" = None, rows: int = 300, *, trust: bool = False
+) -> Path:
+    """Write the page on a run as a new, self-contained HTML file that needs no server and no network.
 
-    It holds the overview, the rows of highest self-influence with their strongest proponents and opponents, and a
-    sample of the others. Rows that would make the file larger than about 5 MB are left out. A dataset that is no longer
-    what the run scored is refused.
+    It contains the overview, the examples of highest self-influence with their strongest proponents and opponents, and
+    a sample of the others. Examples that would make the file larger than about 5 MB are left out. Raises MismatchError
+    if the data has changed since the run scored it.
 
     Args:
-        run: A run's directory, or a run that is open.
-        out: The file to write; one that exists is left as it is.
-        show: What the examples look like; found out by what the run was made from if not given.
-        rows: How many rows of highest self-influence to hold and explain.
+        run: A run's directory, or an open run.
+        out: The file to write; it must not exist.
+        show: Renders the examples; default: chosen from the run's request.
+        rows: The number of examples of highest self-influence to include and explain.
+        trust: Call the function that the run names to load its model and data; see `eigentrace.loading.trust`.
     """
     check_counts(1, rows=rows)
-    out, subject = Path(out), Subject(run, show)
+    out, subject = Path(out), Subject(run, show, trust=trust)
     with appearing(out) as partial:
         if subject.show is None and subject.changed is not None:
             raise subject.changed
@@ -69,7 +72,7 @@ def write_report(run: "str | Path | Run", out: str | Path, show: "Show | None" =
 
 
 def _embedded(answers: Answers, count: int) -> Record:
-    """Gather what the page asks for, as `static/embedded.js` reads it."""
+    """Return the data to embed in the page, in the form that `static/embedded.js` reads."""
     overview = answers.overview() | {"live": False}
     numbers = [column["name"] for column in overview["columns"] if column["kind"] == "number"]
     highest = answers.index.order(SCORE, True)[:count].tolist()
@@ -88,21 +91,21 @@ def _embedded(answers: Answers, count: int) -> Record:
             break
         if sides:
             found["explain"][row] = sides
-    everybody = np.random.default_rng(0).permutation(answers.columns.num_rows)[: 2 * count].tolist()
-    for row in everybody:
+    sample = np.random.default_rng(0).permutation(answers.columns.num_rows)[: 2 * count].tolist()
+    for row in sample:
         if not kept.add([row]):
             break
     return found | {"rows": kept.rows}
 
 
 class _Kept:
-    """Rows that the file holds, as long as there is room."""
+    """The embedded rows, up to the size limit."""
 
     def __init__(self, answers: Answers) -> None:
         self.answers, self.rows, self.size = answers, dict[int, Record](), 0
 
     def add(self, rows: Iterable[int]) -> bool:
-        """Take rows with all they need, or none of them if there is no room left."""
+        """Add rows with their contents, or none of them if they exceed the size limit; return whether they fit."""
         new = [row for row in dict.fromkeys(rows) if row not in self.rows]
         records = [_with_image(self.answers, record) for record in self.answers.rows(new)]
         for record in records:
@@ -116,7 +119,7 @@ class _Kept:
 
 
 def _explained(answers: Answers, rows: Sequence[int]) -> dict[int, Record]:
-    """Ask about all rows at once; nobody is named where features are missing, or where scores take the model."""
+    """Explain all rows in one pass; empty if the run is incomplete or its scores need the model."""
     if answers.columns.num_missing:
         return {}
     try:
@@ -140,7 +143,7 @@ def _with_image(answers: Answers, record: Record) -> Record:
 
 
 def _smaller(png: bytes) -> tuple[bytes, str]:
-    """Make a small photo of a large one where Pillow is there to do it."""
+    """Reduce an image to a JPEG thumbnail; without Pillow it is returned unchanged."""
     try:
         from PIL import Image
     except ModuleNotFoundError:
@@ -161,13 +164,13 @@ def _rounded(value: Any) -> Any:
 
 
 def _json(value: Any) -> str:
-    """Return JSON that can stand in a page: nothing in it can end the element that holds it."""
+    """Return JSON that is safe inside a script element: <, > and & are escaped."""
     text = json.dumps(_rounded(value), allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _page(found: Record) -> str:
-    """Put styles, scripts and data into the page, and a policy that allows these and nothing else."""
+    """Embed styles, scripts and data in the page, with a Content Security Policy that allows nothing else."""
     page = (_STATIC / "index.html").read_text(encoding="utf-8")
     styles = "\n".join((_STATIC / name).read_text(encoding="utf-8") for name in _STYLES)
     scripts = [(_STATIC / name).read_text(encoding="utf-8") for name in _LIBRARIES] + [bundled()]
@@ -189,9 +192,9 @@ def _hash(text: str) -> str:
 
 
 def bundled() -> str:
-    """Return the page's modules as one script: a function each, called in an order in which all imports are there.
+    """Bundle the page's modules into one script: one function per module, called in order of their dependencies.
 
-    A file that is opened from a disk cannot import another. The modules import by name and at their beginning only.
+    Browsers do not load modules from file: URLs. The modules must use named imports only, at the top of the file.
     """
     texts: dict[str, str] = {}
     needs: dict[str, list[str]] = {}

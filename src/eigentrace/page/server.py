@@ -1,4 +1,4 @@
-"""Starting the server: a port that is free, a token, and who may reach it."""
+"""Start the page's server: choose the address, the port and the token."""
 
 import ipaddress
 import secrets
@@ -19,12 +19,12 @@ _LEAST_TOKEN = 16
 
 @dataclass(frozen=True)
 class Place:
-    """Where a page is."""
+    """The address of a page."""
 
     url: str
-    """What to open; beyond this machine it carries the token."""
+    """The URL to open; it contains the token if other machines can reach the page."""
     is_open: bool
-    """Whether others than this machine can reach it."""
+    """Whether other machines can reach the page."""
 
 
 def run_server(
@@ -34,19 +34,21 @@ def run_server(
     host: str = "127.0.0.1",
     token: str | None = None,
     with_model: bool = False,
+    trust: bool = False,
     open_browser: bool = False,
     on_start: Callable[[Place], None] = lambda place: None,
 ) -> None:
-    """Serve a page on a run until the process is told to end.
+    """Serve the page on a run until the process is interrupted.
 
     Args:
         run: The run's directory.
-        port: Where to listen; 0 for any that is free.
-        host: Which address to listen on. Beyond this machine, reading needs the token too.
-        token: What writing needs; drawn at random if not given, which a host beyond this machine does not allow.
-        with_model: Load the model as well, so that new examples can be asked about.
+        port: The port to listen on; 0 for any free port.
+        host: The address to listen on. If other machines can reach it, reading requires the token as well.
+        token: The token that writing requires; random by default, but required if other machines can reach the host.
+        with_model: Load the model as well, so that new examples can be explained.
+        trust: Call the function that the run names to load its model and data; see `eigentrace.loading.trust`.
         open_browser: Open the page in the browser.
-        on_start: Called when the page can be opened.
+        on_start: Called with the page's address once it can be opened.
     """
     try:
         import uvicorn
@@ -55,15 +57,15 @@ def run_server(
             'The page needs the package uvicorn, which is not installed. In the clone: pip install -e ".[serve]"'
         ) from None
     is_local = _is_local(host)
-    token = _checked(token, host, is_local)
-    taken = _bound(host, port)
-    port = taken.getsockname()[1]
-    with taken:
+    token = _checked_token(token, host, is_local)
+    listener = _bound(host, port)
+    port = listener.getsockname()[1]
+    with listener:
         hosts = hosts_of(host, port)
-        app = make_app(run, token=token, hosts=hosts, with_model=with_model, closed=not is_local)
+        app = make_app(run, token=token, hosts=hosts, with_model=with_model, trust=trust, closed=not is_local)
         name = f"[{host}]" if ":" in host else host
         place = Place(f"http://{name}:{port}/" + ("" if is_local else f"?token={token}"), not is_local)
-        taken.listen()  # from now on connections wait until the server takes them
+        listener.listen()  # from now on connections wait until the server accepts them
         on_start(place)
         if open_browser:
             Timer(0.0, webbrowser.open, [place.url]).start()
@@ -71,7 +73,7 @@ def run_server(
             uvicorn.Config(
                 app, log_level="warning", access_log=False, server_header=False, ws="none", timeout_graceful_shutdown=3
             )
-        ).run(sockets=[taken])
+        ).run(sockets=[listener])
 
 
 def _is_local(host: str) -> bool:
@@ -83,35 +85,40 @@ def _is_local(host: str) -> bool:
         return False
 
 
-def _checked(token: str | None, host: str, is_local: bool) -> str:
+def _checked_token(token: str | None, host: str, is_local: bool) -> str:
     if token is None:
         if not is_local:
             raise InputError(
-                f"Others can reach {host}, and the page shows the data: say with --token what they need to know (at "
-                f"least {_LEAST_TOKEN} letters, for instance {secrets.token_urlsafe(18)}), or listen on 127.0.0.1."
+                f"Other machines can reach {host}, and the page shows the data. Set --token (at least {_LEAST_TOKEN} "
+                f"characters, for instance {secrets.token_urlsafe(18)}), or listen on 127.0.0.1."
             )
         return secrets.token_urlsafe(24)
     if len(token) < _LEAST_TOKEN or not token.isascii() or not token.replace("-", "").replace("_", "").isalnum():
-        raise InputError(f"A token has at least {_LEAST_TOKEN} letters, digits, - or _; the one given does not.")
+        raise InputError(
+            f"The token is too short or contains other characters. Use at least {_LEAST_TOKEN} ASCII letters, digits, "
+            "- or _."
+        )
     return token
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Take the port before anything is read, so that a port in use is told at once."""
+    """Bind the port before the run is read, so that a port in use is reported at once."""
     if not 0 <= port <= 65535:
         raise InputError(f"port must be 0 to 65535, got {port}.")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        taken = socket.socket(family, socket.SOCK_STREAM)
+        listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        raise InputError(f"There is no address {host!r} to listen on ({error}).") from None
-    try:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind((host, port))
-    except OSError as error:
-        taken.close()
-        raise BusyError(
-            f"{host}:{port} cannot be listened on ({error.strerror}): another page may be there already. Choose "
-            "another port, or 0 for any that is free."
+        raise InputError(
+            f"There is no address {host!r} to listen on ({error}). Use an address of this machine, such as 127.0.0.1."
         ) from None
-    return taken
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise BusyError(
+            f"Cannot listen on {host}:{port} ({error.strerror}): another page may be using it. Choose another port, or "
+            "0 for any free port."
+        ) from None
+    return listener

@@ -1,4 +1,4 @@
-// Who is responsible: proponents and opponents side by side, each with its score and a bar.
+// Proponents and opponents of an example, side by side, with scores and bars.
 
 import { labelsOf } from "./cards.js";
 import { described, showContent } from "./content.js";
@@ -8,20 +8,20 @@ import { count, number } from "./numbers.js";
 
 const HOW = {
   exact: "Exact scores.",
-  "stored tail": "By stored features, which stand for the tail of the curvature as well.",
-  "kept directions only": "By the kept directions only: the tail of the curvature is left out.",
+  "stored tail": "Scores from stored features, tail included.",
+  "kept directions only": "Scores from stored features of the kept directions only, without the tail.",
 };
 const UNIT = {
-  nats: "Scores in nats: by how much the loss here would rise without that example.",
-  cosine: "Scores between −1 and 1: how alike the examples are, not how strong.",
+  nats: "In nats: the predicted increase of this example's loss if the training example is removed.",
+  cosine: "Between −1 and 1: they measure similarity, not strength.",
 };
 
 function howOf({ how, shortlist }) {
   if (how !== "rescored") return HOW[how] ?? how;
-  return `Exact scores of a shortlist of ${count(shortlist)}: an example that is not on it could be stronger.`;
+  return `Exact scores of ${count(shortlist)} candidates; an example that is not a candidate may score higher.`;
 }
 
-/** Both sides of an answer; `exactly`, if given, asks again for exact scores. */
+/** Both sides of an explanation; `exactly`, if given, requests exact scores. */
 export function answers(found, exactly) {
   const sizes = [...found.proponents, ...found.opponents].map((one) => Math.abs(one.score));
   const most = Math.max(1e-300, ...sizes);
@@ -33,7 +33,7 @@ export function answers(found, exactly) {
       { class: "how-line" },
       h("p", { class: "soft how" }, [howOf(found), UNIT[found.unit]].filter(Boolean).join(" ")),
       exactly && !["exact", "rescored"].includes(found.how)
-        ? h("button", { type: "button", onclick: exactly, title: "Asks the model; takes a while" }, "Score exactly")
+        ? h("button", { type: "button", onclick: exactly, title: "Uses the model; slower" }, "Compute exact scores")
         : null,
     ),
     h(
@@ -42,7 +42,7 @@ export function answers(found, exactly) {
       side(
         "proponents",
         "Proponents",
-        "speak for it: without them its loss would rise",
+        "removing one would raise this example's loss",
         found.proponents,
         most,
         found.unit,
@@ -50,7 +50,7 @@ export function answers(found, exactly) {
       side(
         "opponents",
         "Opponents",
-        "speak against it: without them its loss would fall",
+        "removing one would lower this example's loss",
         found.opponents,
         most,
         found.unit,

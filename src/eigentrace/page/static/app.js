@@ -1,4 +1,4 @@
-// The page: views by address, keys, light and dark.
+// Entry point: routing by URL hash, keyboard shortcuts, light and dark theme.
 
 import { showAsk } from "./ask.js";
 import { decide, decideOn, drawBar, undo } from "./decide.js";
@@ -10,9 +10,9 @@ import { source } from "./source.js";
 import { state } from "./state.js";
 
 const VIEWS = { overview: showOverview, examples: showExamples, example: showExample, ask: showAsk };
-const NAMES = { overview: "Overview", examples: "Examples", example: "One example", ask: "Ask" };
+const NAMES = { overview: "Overview", examples: "Examples", example: "One example", ask: "New example" };
 const KEYS = [
-  ["j  k  or arrows", "next, before"],
+  ["j  k  or arrows", "next, previous"],
   ["Enter", "open the example"],
   ["d", "drop"],
   ["u", "keep"],
@@ -20,8 +20,8 @@ const KEYS = [
   ["x", "clear the decision"],
   ["z", "undo"],
   ["/", "search"],
-  ["1 – 4", "the four views"],
-  ["?", "this help"],
+  ["1 – 4", "switch between the four views"],
+  ["?", "show this help"],
 ];
 const main = document.getElementById("main");
 let view = { name: null };
@@ -67,7 +67,7 @@ function help() {
   const dialog = h(
     "dialog",
     { class: "dialog", "aria-labelledby": "help-title" },
-    h("h2", { id: "help-title" }, "Keys"),
+    h("h2", { id: "help-title" }, "Keyboard shortcuts"),
     h("dl", { class: "keys" }, rows),
     h("form", { method: "dialog", class: "actions" }, h("button", { class: "primary" }, "Close")),
   );
@@ -76,7 +76,7 @@ function help() {
   dialog.showModal();
 }
 
-/** Put the focus into the search at once: the next key may be pressed already, and must not act as a command. */
+/** Focus the search box synchronously, so that keys pressed right after "/" go there and do not act as shortcuts. */
 function search() {
   if (!state.overview) return;
   if (view.name !== "examples") {
@@ -137,7 +137,7 @@ function switchTheme() {
   try {
     localStorage.setItem("eigentrace-theme", isDark ? "light" : "dark");
   } catch {
-    /* A page from a file may have no storage. */
+    /* Storage may be unavailable for file: URLs. */
   }
 }
 

@@ -1,4 +1,4 @@
-// Ask about something new: a text, a pair of texts or an image that the model has not been trained on.
+// The view that explains a new example: a text, a pair of texts or an image that is not in the training data.
 
 import { answers } from "./answers.js";
 import { showContent } from "./content.js";
@@ -9,19 +9,19 @@ import { hasLabels, labelName, labels, state } from "./state.js";
 
 const MOST_BYTES = 4 * 2 ** 20;
 
-/** Show the form, or say why there is none. */
+/** Show the form, or the reason why it is unavailable. */
 export function showAsk(main) {
-  const heading = h("h1", { tabindex: "-1" }, "Ask about something new");
+  const heading = h("h1", { tabindex: "-1" }, "Explain a new example");
   if (!state.overview.live) {
     const words = source.isLive
-      ? "The run is open without its model. Start the page with it: eigentrace serve RUN --model."
-      : "This is a report in one file. Open the run with eigentrace serve, where the model can be asked.";
+      ? "Explaining new examples needs the model. Start the page with it: eigentrace serve RUN --model."
+      : "A report does not contain the model. Open the run with eigentrace serve RUN --model.";
     main.replaceChildren(
       heading,
       empty(
         "The model is not loaded",
         words,
-        h("a", { class: "button", href: "#/examples" }, "Ask about a training example instead"),
+        h("a", { class: "button", href: "#/examples" }, "Choose a training example instead"),
       ),
     );
     return {};
@@ -47,7 +47,7 @@ export function showAsk(main) {
     "none",
     () => {},
   );
-  const send = h("button", { class: "primary" }, "Ask");
+  const send = h("button", { class: "primary" }, "Explain");
   const ask = async (isExact) => {
     const problem = given.problem();
     if (problem) {
@@ -55,7 +55,7 @@ export function showAsk(main) {
       return;
     }
     send.disabled = true;
-    result.replaceChildren(loading("Asking the model"));
+    result.replaceChildren(loading(isExact ? "Computing exact scores" : "Computing scores"));
     try {
       const found = await source.ask({
         ...given.read(),
@@ -81,28 +81,28 @@ export function showAsk(main) {
     "form",
     { class: "panel ask", onsubmit: submit },
     given.element,
-    h("div", { class: "field-row" }, label && field("Label to explain", label), field("Normalise by", normalize), send),
+    h("div", { class: "field-row" }, label && field("Label", label), field("Normalise by", normalize), send),
   );
   main.replaceChildren(
     heading,
     h(
       "p",
       { class: "soft lede" },
-      `Which of the ${count(state.overview.rows)} training examples are responsible for what the model makes of it?`,
+      `Find which of the ${count(state.overview.rows)} training examples have the most influence on its loss.`,
     ),
     h("div", { class: "ask-grid" }, form, result),
   );
   return {};
 }
 
-/** What the model made of what was asked. */
+/** The prediction and loss of the new example. */
 function verdict(query) {
   const parts = [];
   if (hasLabels() && query.prediction !== null && query.prediction !== undefined) {
     parts.push(
       "The model predicts ",
       h("b", {}, labelName(query.prediction)),
-      query.confidence === null || query.confidence === undefined ? "" : ` (${percent(query.confidence)} sure)`,
+      query.confidence === null || query.confidence === undefined ? "" : ` (${percent(query.confidence)} confidence)`,
     );
   }
   if (query.loss !== null && query.loss !== undefined) {
@@ -122,7 +122,7 @@ function textInput() {
   return {
     element: field("Text", area),
     read: () => ({ text: area.value }),
-    problem: () => (area.value.trim() ? "" : "Write or paste a text first."),
+    problem: () => (area.value.trim() ? "" : "Enter a text first."),
   };
 }
 
@@ -133,7 +133,7 @@ function pairInput() {
   return {
     element: h("div", { class: "ask-pair" }, field("Source", text), field("Target", target)),
     read: () => ({ text: text.value, target: target.value }),
-    problem: () => (text.value.trim() && target.value.trim() ? "" : "Give both a source and a target."),
+    problem: () => (text.value.trim() && target.value.trim() ? "" : "Enter both a source and a target."),
   };
 }
 
@@ -167,7 +167,7 @@ function imageInput() {
         ? "The image is larger than 4 MiB: choose a smaller one."
         : /^image\/(png|jpeg|webp)$/.test(file.type)
           ? ""
-          : "That is no PNG, JPEG or WebP image.";
+          : `${file.name} is not a PNG, JPEG or WebP image: choose one.`;
     if (problem) {
       preview.replaceChildren();
       words.replaceChildren(problem);
@@ -200,7 +200,7 @@ function readAs(file) {
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.addEventListener("load", () => resolve(reader.result));
-    reader.addEventListener("error", () => reject(new Error("The file could not be read.")));
+    reader.addEventListener("error", () => reject(new Error(`${file.name} could not be read.`)));
     reader.readAsDataURL(file);
   });
 }

@@ -1,4 +1,4 @@
-// One example among many: as a card of a gallery, or as a line of a list.
+// An example in a list, as a tile (images) or a line (everything else).
 
 import { describedDecision, decisionButtons } from "./decide.js";
 import { h } from "./dom.js";
@@ -6,7 +6,7 @@ import { described, showContent } from "./content.js";
 import { number, words } from "./numbers.js";
 import { hasLabels, labelName, state } from "./state.js";
 
-/** Given label and prediction, and whether they differ, in words. */
+/** The label, and the prediction if it differs. */
 export function labelsOf(row) {
   if (!hasLabels() || row.label === null || row.label === undefined) return null;
   const hasPrediction = row.prediction !== null && row.prediction !== undefined;
@@ -18,14 +18,14 @@ export function labelsOf(row) {
     differs &&
       h(
         "span",
-        { class: "predicted", title: "the model predicts" },
+        { class: "predicted", title: "prediction" },
         h("span", { "aria-label": "predicted" }, "→ "),
         labelName(row.prediction),
       ),
   );
 }
 
-/** A card or a line, by what examples look like. */
+/** A tile or a line, depending on the kind of the examples. */
 export function card(row, kind, column) {
   const link = h("a", { class: "card-link", href: `#/example/${row.row}`, "aria-label": spoken(row) });
   const value = h(
@@ -50,7 +50,7 @@ export function card(row, kind, column) {
   );
 }
 
-/** What there is to see where nobody can tell what an example looks like: all else that is known of it. */
+/** The other numbers and columns of an example, displayed if its content cannot be. */
 function numbersOf(row, column) {
   const own = state.overview.columns
     .filter(({ name, kind, scored }) => scored && kind === "number" && name !== column)
@@ -77,7 +77,7 @@ function spoken(row) {
   return decided ? `${described(row)}, ${decided}` : described(row);
 }
 
-/** The value of a column, wherever a row holds it. */
+/** A row's value of a scored or user column. */
 function valueOf(row, column) {
   return column in row ? row[column] : (row.columns?.[column] ?? null);
 }

@@ -1,4 +1,4 @@
-// Pictures of numbers, drawn by Observable Plot with the colours of the style sheet.
+// Charts, drawn by Observable Plot with the colours of the style sheet.
 
 import { h, s } from "./dom.js";
 import { count, short } from "./numbers.js";
@@ -6,7 +6,7 @@ import { count, short } from "./numbers.js";
 const { Plot, d3 } = globalThis;
 const MARGINS = { marginLeft: 48, marginRight: 14, marginTop: 28, marginBottom: 40 };
 
-/** Draw into a place, and again whenever its width changes. Returns what stops it. */
+/** Draw into an element, and redraw when its width changes. Returns a function that stops this. */
 export function drawn(place, draw) {
   let width = 0;
   const watcher = new ResizeObserver(() => {
@@ -20,7 +20,7 @@ export function drawn(place, draw) {
 
 function plot(label, options) {
   const picture = Plot.plot({ ...MARGINS, ...options });
-  // Plot's own style element would break the page's policy; style.css says the same.
+  // Plot's own style element would violate the Content Security Policy; style.css has the same rules.
   for (const style of picture.querySelectorAll("style")) style.remove();
   for (const part of picture.querySelectorAll("[aria-label]")) part.removeAttribute("aria-label");
   picture.setAttribute("role", "img");
@@ -28,7 +28,7 @@ function plot(label, options) {
   return picture;
 }
 
-/** Tick labels: 1, 10, 100 as they are, other powers of ten short. */
+/** Format a tick label: plain from 0.01 to 10,000, exponential otherwise. */
 function tick(value) {
   const size = Math.abs(value);
   if (size === 0 || (size >= 0.01 && size < 1e4)) return String(Number(value.toPrecision(3))).replace("-", "−");
@@ -52,7 +52,7 @@ function axis(values, most, isLog = false) {
     : { type: "linear", ticks: most, tickFormat: tick };
 }
 
-/** Eigenvalues by their rank, the negative ones in a colour and a shape of their own. */
+/** Eigenvalues by rank; negative ones have their own colour and shape. */
 export function spectrum(values, delta, width) {
   const points = values
     .map((value, index) => ({ rank: index + 1, size: Math.abs(value), isNegative: value < 0 }))
@@ -60,7 +60,7 @@ export function spectrum(values, delta, width) {
   if (!points.length) return h("p", { class: "soft" }, "This method has no eigenvalues.");
   const negative = points.filter((point) => point.isNegative);
   const sizes = points.map((point) => point.size).concat(delta > 0 ? [delta] : []);
-  const label = `Spectrum: ${points.length} eigenvalues, the largest ${short(points[0].size)}, ${negative.length} of them negative.`;
+  const label = `Spectrum: ${points.length} eigenvalues, ${negative.length} of them negative; the largest is ${short(points[0].size)}.`;
   return plot(label, {
     width,
     height: 260,
@@ -89,23 +89,23 @@ export function spectrum(values, delta, width) {
   });
 }
 
-/** How many rows have which value; the part beyond a threshold is drawn over it and clipped by the caller. */
+/** A histogram; the part above the threshold is a second layer, which the caller clips with `cut`. */
 export function histogram({ column, edges, counts, log }, name, width) {
   const bars = counts.map((number, index) => ({ number, x1: edges[index], x2: edges[index + 1] }));
   const isLog = log && edges[0] > 0;
   const inset = width > 500 ? 0.75 : 0.25;
-  const marks = ["under", "beyond"].map((part) =>
+  const marks = ["below", "above"].map((part) =>
     Plot.rectY(bars, {
       x1: "x1",
       x2: "x2",
       y: "number",
-      fill: part === "under" ? "var(--bar)" : "var(--blue)",
+      fill: part === "below" ? "var(--bar)" : "var(--blue)",
       insetLeft: inset,
       insetRight: inset,
       className: part,
     }),
   );
-  const picture = plot(`Histogram of ${name} over ${count(d3.sum(counts))} rows.`, {
+  const picture = plot(`Histogram of ${name} over ${count(d3.sum(counts))} examples.`, {
     width,
     height: 240,
     className: `plot-${column.replace(/\W/g, "")}`,
@@ -116,12 +116,17 @@ export function histogram({ column, edges, counts, log }, name, width) {
       ticks: isLog ? logTicks(edges[0], edges.at(-1), width > 500 ? 9 : 5) : 6,
       tickFormat: tick,
     },
-    y: { label: "rows", grid: true, ticks: 4, tickFormat: (value) => (Number.isInteger(value) ? count(value) : "") },
+    y: {
+      label: "examples",
+      grid: true,
+      ticks: 4,
+      tickFormat: (value) => (Number.isInteger(value) ? count(value) : ""),
+    },
     marks: [...marks, Plot.ruleY([0], { stroke: "var(--axis)" })],
   });
   const clip = s("rect", { x: 0, y: 0, width, height: 240 });
-  picture.append(s("clipPath", { id: "beyond" }, clip));
-  picture.querySelector("g.beyond").setAttribute("clip-path", "url(#beyond)");
+  picture.append(s("clipPath", { id: "above" }, clip));
+  picture.querySelector("g.above").setAttribute("clip-path", "url(#above)");
   const scale = picture.scale("x");
   const [left, right] = scale.range;
   return {
@@ -137,7 +142,7 @@ export function histogram({ column, edges, counts, log }, name, width) {
   };
 }
 
-/** Loss against self-influence. A brush says which ranges were chosen; a click, which row. */
+/** Self-influence against loss. `onbrush` receives the selected ranges, `onopen` the row of a clicked point. */
 export function scatter(points, { width, onbrush, onopen }) {
   const positive = (index) => d3.min(points, (point) => (point[index] > 0 ? point[index] : undefined)) ?? 1e-9;
   const least = { own: positive(1), loss: positive(2) };
@@ -153,7 +158,7 @@ export function scatter(points, { width, onbrush, onopen }) {
     }));
   const height = Math.min(420, Math.max(300, width * 0.56));
   const picture = plot(
-    `Scatter of self-influence against loss for ${count(data.length)} rows, ${count(data.filter((one) => one.differs).length)} of which the model predicts otherwise.`,
+    `Scatter plot of self-influence against loss for ${count(data.length)} examples; the prediction differs from the label for ${count(data.filter((one) => one.differs).length)}.`,
     {
       width,
       height,

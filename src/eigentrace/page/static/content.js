@@ -1,28 +1,28 @@
-// What an example looks like: an image, a text, a pair of texts, or tokens with their losses.
+// The content of an example: an image, a text, a pair of texts, or tokens with their losses.
 
 import { h } from "./dom.js";
 import { short } from "./numbers.js";
 import { hasLabels, labelName } from "./state.js";
 
-// Images up to this many pixels are enlarged by a whole factor, so that their pixels stay squares.
+// Images of up to this many pixels a side are enlarged by an integer factor, so that pixels stay square.
 const TINY = 48;
-// A text of more letters scrolls by itself where it stands alone, so that what is decided about it stays in sight.
+// In the view of one example, texts with more characters scroll separately, so that the decision buttons stay visible.
 const LONG = 1500;
 
-/** Show an example's content. Size: "small" in lists, "large" on its own. */
+/** Show an example's content. Size: "small" in lists, "large" in the view of one example. */
 export function showContent(row, size = "small") {
   const content = row.content ?? { kind: "none" };
   const shown = { image, text, pair, tokens }[content.kind] ?? nothing;
   const isLong = size === "large" && `${content.text ?? ""}${content.target ?? ""}`.length > LONG;
   const reading = isLong ? { tabindex: 0, role: "group", "aria-label": "The whole text" } : {};
   const box = h("div", { class: `content ${content.kind} ${size}`, ...reading }, shown(content, row, size));
-  if (content.more) box.append(h("p", { class: "more" }, "Cut here."));
+  if (content.more) box.append(h("p", { class: "more" }, "Truncated."));
   return box;
 }
 
-/** What an example is called by those who cannot see it. */
+/** A text description of an example, for screen readers. */
 export function described(row) {
-  const parts = [row.row === undefined || row.row === null ? "your example" : `row ${row.row}`];
+  const parts = [row.row === undefined || row.row === null ? "new example" : `row ${row.row}`];
   if (hasLabels() && row.label !== null && row.label !== undefined) parts.push(`label ${labelName(row.label)}`);
   if (hasLabels() && row.prediction !== null && row.prediction !== undefined)
     parts.push(`predicted ${labelName(row.prediction)}`);

@@ -1,4 +1,4 @@
-// Decisions: keep, drop or relabel; saved as they are made, undone one act at a time.
+// Decisions to keep, drop or relabel examples; each is saved at once and can be undone.
 
 import { h, icon } from "./dom.js";
 import { count, plural } from "./numbers.js";
@@ -8,8 +8,8 @@ import { address, hasLabels, labelName, labels, state } from "./state.js";
 const WORDS = { drop: "Drop", keep: "Keep", relabel: "Relabel" };
 const KEYS = { drop: "d", keep: "u", relabel: "r" };
 
-/** Say something in passing, where screen readers hear it too. */
-function say(text, isError = false) {
+/** Show a message for a few seconds, and announce it to screen readers. */
+function notify(text, isError = false) {
   const toast = h("p", { class: isError ? "toast error" : "toast" }, text);
   const place = document.getElementById("status");
   place.replaceChildren(toast);
@@ -17,46 +17,44 @@ function say(text, isError = false) {
   place.timer = setTimeout(() => toast.remove(), isError ? 8000 : 3500);
 }
 
-let acting = Promise.resolve();
+let pending = Promise.resolve();
 
-/** Acts reach the server in the order in which people did them, each when the one before is on the disk. */
-function inTurn(act) {
-  acting = acting.then(act).catch((error) => say(error.message, true));
-  return acting;
+/** Send decisions to the server in order, each after the previous one is on disk. */
+function inOrder(act) {
+  pending = pending.then(act).catch((error) => notify(error.message, true));
+  return pending;
 }
 
-/** Decide on rows, or on all rows a rule names, and tell everybody. */
+/** Decide on rows, or on all rows that a rule selects, and dispatch a "decided" event. */
 export function decide(asked) {
-  return inTurn(async () => {
+  return inOrder(async () => {
     const { changed, counts } = await source.decide(asked);
     settle(counts);
-    const act = {
-      drop: "to drop",
-      keep: "to keep",
-      relabel: `to relabel as ${labelName(asked.new_label)}`,
-      clear: "undecided again",
-    };
-    say(
-      asked.rows?.length === 1
-        ? `Row ${asked.rows[0]}: ${act[asked.decision]}.`
-        : `${plural(changed, "row")} ${act[asked.decision]}.`,
+    const outcome = {
+      drop: "marked to drop",
+      keep: "marked to keep",
+      relabel: `marked to relabel as ${labelName(asked.new_label)}`,
+      clear: "decision cleared",
+    }[asked.decision];
+    notify(
+      asked.rows?.length === 1 ? `Row ${asked.rows[0]}: ${outcome}.` : `${plural(changed, "example")}: ${outcome}.`,
     );
     mark(asked);
     document.dispatchEvent(new CustomEvent("decided", { detail: asked }));
   });
 }
 
-/** Take the last act back. */
+/** Undo the last decision. */
 export function undo() {
-  return inTurn(async () => {
+  return inOrder(async () => {
     const { changed, counts } = await source.undo();
     settle(counts);
-    say(changed ? `Undone: ${plural(changed, "row")} as before.` : "There is nothing to undo.");
+    notify(changed ? `Undone: last decision on ${plural(changed, "example")}.` : "There is nothing to undo.");
     document.dispatchEvent(new CustomEvent("decided", { detail: {} }));
   });
 }
 
-/** Decide on one row; the same decision again takes it back. */
+/** Decide on one row; repeating drop or keep clears the decision. */
 export async function decideOn(row, decision) {
   if (decision === "relabel" && !hasLabels()) return;
   if (row.decision === decision && decision !== "relabel") return decide({ rows: [row.row], decision: "clear" });
@@ -65,7 +63,7 @@ export async function decideOn(row, decision) {
   if (label !== null) await decide({ rows: [row.row], decision, new_label: label });
 }
 
-/** The decision on a row, in words. */
+/** The decision on a row as text. */
 export function describedDecision(row) {
   if (!row.decision) return "";
   return row.decision === "relabel"
@@ -73,7 +71,7 @@ export function describedDecision(row) {
     : `to ${row.decision}`;
 }
 
-/** Three buttons, one pressed if decided. */
+/** Buttons for the decisions on a row; that of the current decision is pressed. */
 export function decisionButtons(row, tabindex = 0, isLarge = false) {
   const choices = Object.keys(WORDS).filter((word) => word !== "relabel" || hasLabels());
   const buttons = choices.map((word) =>
@@ -127,7 +125,7 @@ function settle(counts) {
   drawBar();
 }
 
-/** Draw the bar at the bottom: counts, undo, and what can be saved. */
+/** Draw the bar at the bottom: counts of decisions, undo and export. */
 export function drawBar() {
   const bar = document.getElementById("bar");
   const counts = state.overview.decisions;
@@ -150,10 +148,10 @@ export function drawBar() {
         ? h("a", { class: "menu-item", href, download: "" }, name)
         : h("button", { type: "button", class: "menu-item", onclick: act }, name),
     );
-  const note = source.isLive ? "Saved in the run as you go." : "Held in this page only: export before you close it.";
+  const note = source.isLive ? "Saved in the run." : "Not saved: export before you close the page.";
   bar.replaceChildren(
     h("div", { class: "tallies" }, links),
-    h("p", { class: "bar-note" }, total ? note : "Nothing decided yet."),
+    h("p", { class: "bar-note" }, total ? note : "No decisions yet."),
     h(
       "button",
       { type: "button", class: "quiet", onclick: undo, title: "Undo (z)" },
@@ -169,14 +167,14 @@ export function drawBar() {
   );
 }
 
-/** Enter takes the class that the arrow keys chose: browsers open the list instead. */
+/** Submit the selected class on Enter; browsers would open the list instead. */
 function submitOnEnter(event) {
   if (event.key !== "Enter") return;
   event.preventDefault();
   event.target.form.requestSubmit(event.target.form.querySelector(".primary"));
 }
 
-/** Ask which class a row should have; null if nothing is chosen. */
+/** Let the user choose the new class of a row; null if the dialog is cancelled. */
 function chooseLabel(row) {
   return new Promise((resolve) => {
     const suggested = row.new_label ?? (row.prediction !== row.label ? row.prediction : null) ?? row.label;
@@ -198,7 +196,7 @@ function chooseLabel(row) {
       h(
         "p",
         { class: "soft" },
-        `Its label is ${labelName(row.label)}${row.prediction === null ? "" : `; the model predicts ${labelName(row.prediction)}`}.`,
+        `Current label: ${labelName(row.label)}${row.prediction === null ? "" : `; prediction: ${labelName(row.prediction)}`}.`,
       ),
       h("label", { class: "field" }, h("span", { class: "field-name" }, "New label"), choice),
       h(

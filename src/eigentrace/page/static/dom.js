@@ -1,8 +1,8 @@
-// Elements, built without markup: whatever comes from data is text, never HTML.
+// Helpers that create elements without HTML markup, so that data is always inserted as text.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Make an element. Attributes whose value is a function listen; null and false are left out. */
+/** Create an element. Attributes that are functions become event listeners; null and false are omitted. */
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -17,7 +17,7 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** One of the icons that index.html holds. */
+/** Create one of the icons defined in index.html. */
 export function icon(name) {
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("class", "icon");
@@ -28,7 +28,7 @@ export function icon(name) {
   return svg;
 }
 
-/** An element of a picture. */
+/** Create an SVG element. */
 export function s(tag, attributes = {}, ...children) {
   const element = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
@@ -36,20 +36,20 @@ export function s(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** A list of choices: [value, words] each. */
+/** Create a drop-down list. Each choice: [value, text]. */
 export function select(name, choices, chosen, onchange) {
-  const options = choices.map(([value, words]) =>
-    h("option", { value, selected: String(value) === String(chosen ?? "") }, String(words)),
+  const options = choices.map(([value, text]) =>
+    h("option", { value, selected: String(value) === String(chosen ?? "") }, String(text)),
   );
   return h("select", { name, onchange: (event) => onchange(event.target.value) }, options);
 }
 
-/** A control under its name. */
-export function field(words, control, kind = "") {
-  return h("label", { class: `field ${kind}`.trim() }, h("span", { class: "field-name" }, words), control);
+/** Create a control with its label. */
+export function field(label, control, kind = "") {
+  return h("label", { class: `field ${kind}`.trim() }, h("span", { class: "field-name" }, label), control);
 }
 
-/** What is shown while an answer is on its way. */
+/** A placeholder while data is loading. */
 export function loading(words = "Loading") {
   return h(
     "div",
@@ -59,24 +59,24 @@ export function loading(words = "Loading") {
   );
 }
 
-/** What is shown when there is nothing to show. */
+/** A placeholder for an empty view. */
 export function empty(title, words, ...more) {
   return h("div", { class: "state" }, h("h2", {}, title), h("p", {}, words), ...more);
 }
 
-/** What is shown when an answer did not come. */
+/** An error message, with a button to retry if `again` is given. */
 export function failure(error, again = null) {
   if (error.isAbsence) return empty("Not in this report", error.message);
   return h(
     "div",
     { class: "state error", role: "alert" },
-    h("h2", {}, "That did not work"),
+    h("h2", {}, "Something went wrong"),
     h("p", {}, error.message),
     again && h("button", { type: "button", onclick: again }, "Try again"),
   );
 }
 
-/** Call a function once its caller has been quiet for a while; `cancel` on what this returns calls it off. */
+/** Debounce a function; the returned function has a method `cancel`. */
 export function later(milliseconds, call) {
   let timer = 0;
   const soon = (...values) => {
@@ -87,7 +87,7 @@ export function later(milliseconds, call) {
   return soon;
 }
 
-/** For answers that may come in another order than they were asked for: each call returns whether it is the latest. */
+/** For responses that may arrive out of order: each call returns a function that tells whether it was the latest. */
 export function latest() {
   let last = 0;
   return () => {

@@ -1,13 +1,13 @@
-// Answers from the rows that a report carries inside itself; decisions are held until the page is closed.
+// Data source of a report: the rows embedded in the file; decisions last until the page is closed.
 
 const KEPT = ["drop", "keep", "relabel"];
 
-/** Something that the run knows and the report does not hold. */
+/** Data of the run that the report does not contain. */
 class Absence extends Error {
   isAbsence = true;
 }
 
-/** The calls of the server, answered from a JSON object. */
+/** The interface of `Server` in source.js, on an embedded JSON object. */
 export class Embedded {
   isLive = false;
 
@@ -23,13 +23,13 @@ export class Embedded {
 
   async histogram(column) {
     const found = this.held.histograms[column];
-    if (!found) throw new Absence(`The report holds no histogram of ${column}. Open the run with eigentrace serve.`);
+    if (!found) throw new Absence(`This report has no histogram of ${column}. Open the run with eigentrace serve.`);
     return found;
   }
 
   async groups(column) {
     const groups = this.held.groups[column];
-    if (!groups) throw new Absence(`The report holds no groups by ${column}. Open the run with eigentrace serve.`);
+    if (!groups) throw new Absence(`This report has no groups by ${column}. Open the run with eigentrace serve.`);
     return { groups };
   }
 
@@ -64,7 +64,10 @@ export class Embedded {
 
   async example(row) {
     const found = this.held.rows[row];
-    if (!found) throw new Absence(`Row ${row} is not among the ${this.rows.length} that this report holds.`);
+    if (!found)
+      throw new Absence(
+        `Row ${row} is not among the ${this.rows.length} examples of this report. Open the run with eigentrace serve.`,
+      );
     return found;
   }
 
@@ -72,14 +75,14 @@ export class Embedded {
     const found = this.held.explain[row];
     if (!found)
       throw new Absence(
-        "It says who is responsible for the rows that stand out most. Open the run with eigentrace serve for this one.",
+        `Row ${row} is not explained: this report explains the examples of highest self-influence only. Open the run with eigentrace serve.`,
       );
     const full = (side) => found[side].map(([of, score]) => ({ ...this.held.rows[of], score }));
     return { ...found, query: this.held.rows[row], proponents: full("proponents"), opponents: full("opponents") };
   }
 
   async ask() {
-    throw new Absence("Asking about something new needs the model: open the run with eigentrace serve.");
+    throw new Absence("Explaining a new example needs the model. Open the run with eigentrace serve RUN --model.");
   }
 
   async decide({ rows, rule, decision, new_label: label = null }) {
@@ -133,7 +136,7 @@ function textOf({ id, content }) {
 }
 
 function save(rows) {
-  // A cell that begins like a formula would be run by a spreadsheet: it gets a quote in front.
+  // Spreadsheets would evaluate cells that begin like a formula, so these are prefixed with a quote.
   const cell = (given) => {
     const text = String(given ?? "").replace(/^(?=[=+\-@\t\r])/, "'");
     return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;

@@ -1,4 +1,4 @@
-// One example: what it is, how it stands, and who speaks for and against it.
+// The view of one example: its content, its numbers, and its proponents and opponents.
 
 import { answers } from "./answers.js";
 import { described, showContent } from "./content.js";
@@ -14,10 +14,10 @@ const NORMALIZE = [
   ["metric", "Metric"],
 ];
 
-/** Columns that have lines of their own among the facts. */
+/** Columns that are listed separately among the facts. */
 const SHOWN_APART = ["label", "prediction", "confidence", "self_influence", "loss"];
 
-/** Show the example of an address. */
+/** Show the example named in the URL, or a form to choose one. */
 export function showExample(main, query, part) {
   if (part === undefined || part === "") return chooser(main);
   return new Example(main, query, Number(part));
@@ -33,14 +33,14 @@ function chooser(main) {
     h("h1", { tabindex: "-1" }, "One example"),
     empty(
       "Choose an example",
-      "Open one from the examples, or give its row number.",
+      "Open one from the list of examples, or enter its row number.",
       h(
         "form",
         { class: "row-form", onsubmit: go },
         field(`Row, 0 to ${count(state.overview.rows - 1)}`, input),
         h("button", { class: "primary" }, "Open"),
       ),
-      h("a", { class: "button", href: "#/examples" }, "See the examples"),
+      h("a", { class: "button", href: "#/examples" }, "All examples"),
     ),
   );
   return {};
@@ -70,7 +70,7 @@ class Example {
     this.start();
   }
 
-  /** Buttons to the list somebody came from, and to its rows before and after this one. */
+  /** Links to the list that was last open, and to the previous and next rows in it. */
   walk() {
     const rows = state.list?.rows ?? [];
     const at = rows.indexOf(this.number);
@@ -88,9 +88,9 @@ class Example {
           );
     return h(
       "nav",
-      { class: "walk", "aria-label": "Among the examples" },
+      { class: "walk", "aria-label": "Examples" },
       h("a", { class: "button quiet", href: state.list?.address ?? "#/examples" }, "All examples"),
-      link(this.before, "Before (k)", "back"),
+      link(this.before, "Previous (k)", "back"),
       link(this.after, "Next (j)", "next"),
     );
   }
@@ -101,7 +101,7 @@ class Example {
       this.box.replaceChildren(
         empty(
           "There is no such row",
-          `Rows of this run are 0 to ${count(last)}.`,
+          `Row numbers of this run are 0 to ${count(last)}.`,
           h("a", { class: "button", href: "#/example" }, "Choose another"),
         ),
       );
@@ -136,7 +136,7 @@ class Example {
         h(
           "div",
           { class: "why" },
-          h("div", { class: "why-head" }, h("h2", {}, "Who is responsible"), this.controls),
+          h("div", { class: "why-head" }, h("h2", {}, "Most influential examples"), this.controls),
           this.place,
         ),
       ),
@@ -144,7 +144,7 @@ class Example {
   }
 
   drawControls() {
-    if (!source.isLive) return; // a report holds the plain scores only
+    if (!source.isLive) return; // a report contains only scores with the default settings
     const { settings } = this;
     const set = (changes) => {
       const next = { ...settings, ...changes };
@@ -190,12 +190,12 @@ class Example {
           )
         : "",
       field(
-        "Leave out",
+        "Exclude",
         select(
           "exclude",
           [
             ["self", "Itself"],
-            ["duplicates", "Duplicates"],
+            ["duplicates", "Itself and duplicates"],
             ["none", "Nothing"],
           ],
           settings.exclude,
@@ -203,7 +203,7 @@ class Example {
         ),
       ),
       field(
-        "How many",
+        "Per side",
         select(
           "k",
           ["4", "8", "16", "32"].map((k) => [k, k]),
@@ -220,8 +220,8 @@ class Example {
 
   async explain(isExact = false) {
     const isLatest = this.explaining();
-    if (isExact) this.place.replaceChildren(loading("Asking the model"));
-    else if (!this.place.childElementCount) this.place.replaceChildren(loading("Looking through all examples"));
+    if (isExact) this.place.replaceChildren(loading("Computing exact scores"));
+    else if (!this.place.childElementCount) this.place.replaceChildren(loading("Computing scores"));
     this.place.setAttribute("aria-busy", "true");
     const exactly = state.overview.live && source.isLive ? () => this.explain(true) : null;
     const asked = { ...this.settings, exact: isExact ? "1" : null };
@@ -276,7 +276,7 @@ function settingsOf(query) {
   };
 }
 
-/** What is known about a row, as a list of terms. */
+/** The labels, scores and columns of a row, as a description list. */
 function facts(row) {
   const { unit, num_train: size } = state.overview;
   const nats = unit === "nats" && row.self_influence !== null && size ? row.self_influence / size : null;
@@ -291,7 +291,7 @@ function facts(row) {
             "span",
             { class: row.prediction !== row.label ? "differs" : null },
             labelName(row.prediction),
-            row.confidence === null ? "" : h("span", { class: "soft" }, `, ${percent(row.confidence)} sure`),
+            row.confidence === null ? "" : h("span", { class: "soft" }, ` (${percent(row.confidence)} confidence)`),
           ),
         ]
       : null,

@@ -1,4 +1,4 @@
-// Many examples: sorted by any score, filtered, and scrolled without end.
+// The list of examples, with sorting, filters and infinite scrolling.
 
 import { card } from "./cards.js";
 import { empty, failure, field, h, icon, later, loading, select } from "./dom.js";
@@ -19,7 +19,7 @@ const SHARES = [
   ["0-0.05", "Lowest 5%"],
 ];
 
-/** Show the list for a query of the address. */
+/** Show the list for the query of the URL. */
 export function showExamples(main, query) {
   return new Examples(main, query);
 }
@@ -28,7 +28,7 @@ class Examples {
   constructor(main, query) {
     this.main = main;
     this.root = h("ol", { class: "cards", "aria-label": "Examples" });
-    this.told = h("p", { class: "list-count", role: "status" });
+    this.countLine = h("p", { class: "list-count", role: "status" });
     this.chips = h("div", { class: "chips" });
     this.state = h("div", { class: "list-state" });
     this.searching = later(250, () => {
@@ -39,7 +39,7 @@ class Examples {
     this.searchBox = h("input", {
       type: "search",
       name: "search",
-      placeholder: this.kind === "image" || this.kind === "none" ? "Id" : "Words in the text",
+      placeholder: this.kind === "image" || this.kind === "none" ? "Id" : "Text or id",
       autocomplete: "off",
       oninput: this.searching,
     });
@@ -70,7 +70,7 @@ class Examples {
     main.replaceChildren(
       h("h1", { tabindex: "-1" }, "Examples"),
       this.filters,
-      h("div", { class: "list-head" }, this.told, this.chips),
+      h("div", { class: "list-head" }, this.countLine, this.chips),
       this.state,
       this.root,
     );
@@ -84,7 +84,7 @@ class Examples {
     return state.overview.kind;
   }
 
-  /** Take a changed address. */
+  /** Apply a changed URL. */
   async update(query, isFirst = false) {
     this.asked = askedBy(query);
     this.fillSearch();
@@ -94,19 +94,19 @@ class Examples {
     const known = state.list;
     const found = await this.list.reset();
     if (!found) return;
-    this.tell(found);
+    this.drawCount(found);
     if (isFirst && known?.address === this.address()) {
       scrollTo(0, known.scroll);
       if (known.index) this.list.focusAt(known.index);
     }
   }
 
-  tell(found) {
+  drawCount(found) {
     const isCut = this.list.shown < found.total;
-    this.told.replaceChildren(
+    this.countLine.replaceChildren(
       h("b", {}, count(found.total)),
       ` of ${plural(state.overview.rows, "example")}`,
-      source.isLive ? "" : ` (the report holds ${count(source.rows.length)})`,
+      source.isLive ? "" : ` (${count(source.rows.length)} are in this report)`,
       isCut ? `; the first ${count(this.list.shown)} are listed` : "",
     );
     this.state.replaceChildren(
@@ -114,8 +114,8 @@ class Examples {
         ? []
         : [
             empty(
-              "Nothing matches",
-              "No example fits these filters.",
+              "No matches",
+              "No example matches these filters.",
               h("a", { class: "button", href: "#/examples" }, "Clear the filters"),
             ),
           ]),
@@ -123,7 +123,7 @@ class Examples {
   }
 
   fail(error) {
-    this.told.textContent = "";
+    this.countLine.textContent = "";
     this.state.replaceChildren(failure(error, () => this.update(addressed())));
   }
 
@@ -131,7 +131,7 @@ class Examples {
     return address("examples", this.asked);
   }
 
-  /** Change some of what is asked for, through the address, which may be a change ahead of what is shown. */
+  /** Change the query in the URL, which may already be newer than the list on screen. */
   change(changes) {
     const asked = { ...askedBy(addressed()), ...changes };
     for (const [name, value] of Object.entries(DEFAULTS)) if (asked[name] === value) delete asked[name];
@@ -153,7 +153,7 @@ class Examples {
     };
   }
 
-  /** The first image tells how large images are. */
+  /** Choose the size of tiles by the size of the first image. */
   measured(picture) {
     const side = Math.max(picture.naturalWidth ?? 0, picture.naturalHeight ?? 0);
     if (!side || this.side) return;
@@ -162,7 +162,7 @@ class Examples {
     this.list.arrange();
   }
 
-  /** Take over a search that the address brings. One that came from the box stays: people may have typed on since. */
+  /** Copy the search of the URL to the box, unless it came from there: the user may have typed more since. */
   fillSearch() {
     const { search = "" } = this.asked;
     if (search === this.searched) return;
@@ -170,7 +170,7 @@ class Examples {
     this.searchBox.value = this.searched = search;
   }
 
-  /** Draw all controls but the search, which stays in the document so that no letter typed into it is lost. */
+  /** Draw all controls except the search box, which stays in the document so that no input is lost. */
   drawForm() {
     const holder =
       document.activeElement?.name && this.form.contains(document.activeElement) ? document.activeElement.name : null;
@@ -215,7 +215,7 @@ class Examples {
     const shares = SHARES.some(([value]) => value === range) ? SHARES : [...SHARES, [range, range]];
     parts.push(
       field(
-        "Share",
+        "Quantile",
         select("share", shares, range, (value) => {
           const [low, high] = value ? value.split("-") : [null, null];
           this.change({ low, high });
@@ -306,7 +306,7 @@ class Examples {
 
   decided({ rows, decision, new_label: label }) {
     if (!rows || this.asked.decision) {
-      this.list.refresh().then((found) => found && this.tell(found));
+      this.list.refresh().then((found) => found && this.drawCount(found));
       return;
     }
     for (const number of rows) {
@@ -317,7 +317,7 @@ class Examples {
     }
   }
 
-  /** The row that keys act on. */
+  /** The row that keyboard shortcuts apply to. */
   current() {
     const item = document.activeElement?.closest?.("li.card");
     return item && this.root.contains(item) ? this.list.at(Number(item.dataset.index)) : null;
@@ -350,12 +350,12 @@ class Examples {
   }
 }
 
-/** The query of the address as it is now. */
+/** The query of the current URL. */
 function addressed() {
   return new URLSearchParams(location.hash.replace(/^[^?]*\??/, ""));
 }
 
-/** What a query asks for. */
+/** The sort order and filters of a query. */
 function askedBy(query) {
   const given = [...query.keys()].map((name) => [name, name === "within" ? query.getAll(name) : query.get(name)]);
   return { ...DEFAULTS, ...Object.fromEntries(given) };

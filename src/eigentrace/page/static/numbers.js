@@ -1,11 +1,11 @@
-// Numbers as people read them: four digits on the page, all of them in the title.
+// Formatting of numbers: four significant digits on the page, all digits in the tooltip.
 
 import { h } from "./dom.js";
 import { state } from "./state.js";
 
 const NOTHING = "–";
 
-/** Four digits of a number. */
+/** Format a number with four significant digits. */
 export function short(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return NOTHING;
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
@@ -22,36 +22,36 @@ export function short(value) {
   return minus(String(Number(value.toPrecision(4))));
 }
 
-/** A count, with thousands set apart. */
+/** Format an integer with thousands separators. */
 export function count(value) {
   return value === null || value === undefined ? NOTHING : minus(value.toLocaleString("en"));
 }
 
-/** A share as percent. */
+/** Format a fraction as a percentage. */
 export function percent(share) {
   if (share === null || share === undefined || Number.isNaN(share)) return NOTHING;
   const value = 100 * share;
   return `${value !== 0 && Math.abs(value) < 10 ? Number(value.toPrecision(2)) : Math.round(value)}%`;
 }
 
-/** Four digits of a number, with all of it in the title. */
+/** Show a number with four significant digits, and all of them in the tooltip. */
 export function number(value, unit = "") {
   const full = value === null || value === undefined ? null : `${value}${unit && ` ${unit}`}`;
   return h("span", { class: "number", title: full }, short(value));
 }
 
-/** The name of a column as words. */
+/** The displayed name of a column. */
 export function words(name) {
   return state.overview?.columns.find((column) => column.name === name)?.label ?? name.replaceAll("_", " ");
 }
 
-/** The same, to begin a line with. */
+/** The displayed name of a column, capitalised. */
 export function title(name) {
   const said = words(name);
   return said.charAt(0).toUpperCase() + said.slice(1);
 }
 
-/** A count and what it counts. */
+/** A count with its noun, singular or plural. */
 export function plural(value, one, many = `${one}s`) {
   return `${count(value)} ${value === 1 ? one : many}`;
 }

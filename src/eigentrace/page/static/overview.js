@@ -1,4 +1,4 @@
-// The run at a glance: what was attributed, the spectrum, who stands out, and where they come from.
+// The overview: facts about the run, histogram, spectrum, scatter plot, classes and groups.
 
 import { drawn, scatter, spectrum } from "./charts.js";
 import { field, h, later, latest } from "./dom.js";
@@ -18,7 +18,7 @@ export function showOverview(main) {
       ? h(
           "p",
           { class: "banner" },
-          `${count(run.missing)} of ${count(run.rows)} examples are not scored yet: the run can be continued.`,
+          `${count(run.missing)} of ${count(run.rows)} examples are not scored yet. Resume scoring to complete the run.`,
         )
       : "",
     run.note ? h("p", { class: "banner" }, run.note) : "",
@@ -28,8 +28,8 @@ export function showOverview(main) {
           "p",
           { class: "soft lede" },
           source.rows.length < run.rows
-            ? `A report in one file: it holds ${count(source.rows.length)} of ${count(run.rows)} examples.`
-            : "A report in one file: it holds all examples.",
+            ? `This report contains ${count(source.rows.length)} of ${count(run.rows)} examples.`
+            : `This report contains all ${count(run.rows)} examples.`,
         ),
     facts(run),
     h(
@@ -52,12 +52,12 @@ function facts(run) {
   const all = [
     [count(run.rows), "training examples"],
     [part, `of ${ofWhat.trim()}`, coverage],
-    [count(features), "numbers per example"],
+    [count(features), "features per example"],
     [method, "method"],
-    delta === null || delta === undefined ? null : [short(delta), "δ, the tail of the curvature", delta],
+    delta === null || delta === undefined ? null : [short(delta), "δ, eigenvalue of the tail", delta],
     reliability === null || reliability === undefined
       ? null
-      : [short(reliability), "reliability: agreement of two halves", reliability],
+      : [short(reliability), "reliability: rank agreement of two fits", reliability],
   ];
   return h(
     "dl",
@@ -75,7 +75,7 @@ function details(run) {
   const parts = [
     ["Precision", precision],
     [
-      "Made",
+      "Created",
       String(created ?? "")
         .replace("T", " ")
         .replace("+00:00", " UTC"),
@@ -116,13 +116,13 @@ function spectrumCard(run, stops) {
         `${count(negative)} negative`,
       )
     : "";
-  return panel("spectrum-title", "Spectrum", "Curvature along the kept directions.", "narrow", place, legend);
+  return panel("spectrum-title", "Spectrum", "Eigenvalues of the kept directions.", "narrow", place, legend);
 }
 
 function scatterCard(run, stops) {
   const place = h("div", { class: "chart" });
-  const said = h("p", { class: "soft", "aria-live": "polite" });
-  const show = h("a", { class: "button", hidden: true }, "Show these");
+  const message = h("p", { class: "soft", "aria-live": "polite" });
+  const show = h("a", { class: "button", hidden: true }, "Show examples");
   const clear = h(
     "button",
     {
@@ -136,8 +136,9 @@ function scatterCard(run, stops) {
     },
     "Clear",
   );
-  const wide = run.scatter.length < run.rows ? `A sample of ${count(run.scatter.length)}, the highest included. ` : "";
-  const hint = `${wide}Drag over some to filter; click one to open it.`;
+  const sampled =
+    run.scatter.length < run.rows ? `A sample of ${count(run.scatter.length)} examples, the highest included. ` : "";
+  const hint = `${sampled}Drag to select a range; click a point to open the example.`;
   let last = null;
   const inputs = ranges((chosen) => {
     place.firstChild?.clearBrush?.();
@@ -146,18 +147,18 @@ function scatterCard(run, stops) {
   const exactly = later(150, async (within) => {
     const found = await source.examples({ within, limit: 1 }).catch((error) => ({ error }));
     if (within === last)
-      said.textContent = found.error ? found.error.message : `${plural(found.total, "row")} in the chosen range.`;
+      message.textContent = found.error ? found.error.message : `${plural(found.total, "example")} in this range.`;
   });
   const choose = (chosen, fills = true) => {
     last = chosen ? Object.entries(chosen).map(([name, [low, high]]) => `${name}:${bound(low)}:${bound(high)}`) : null;
     show.hidden = clear.hidden = !last;
     if (fills) inputs.fill(chosen);
     if (!last) {
-      said.textContent = hint;
+      message.textContent = hint;
       return;
     }
     show.href = address("examples", { sort: "self_influence", within: last });
-    said.textContent = "Counting …";
+    message.textContent = "Counting …";
     exactly(last);
   };
   choose(null);
@@ -178,7 +179,7 @@ function scatterCard(run, stops) {
         "p",
         { class: "legend" },
         h("span", { class: "key dot mute" }),
-        "prediction agrees",
+        "prediction matches label",
         h("span", { class: "key diamond amber" }),
         "prediction differs",
       )
@@ -191,7 +192,7 @@ function scatterCard(run, stops) {
     isAlone ? "full" : "half",
     place,
     legend,
-    h("div", { class: "threshold-row" }, said, h("div", { class: "actions" }, clear, show)),
+    h("div", { class: "threshold-row" }, message, h("div", { class: "actions" }, clear, show)),
     inputs.element,
   );
 }
@@ -200,7 +201,7 @@ function bound(value) {
   return Number.isFinite(value) ? Number(value.toPrecision(6)) : value > 0 ? "inf" : "-inf";
 }
 
-/** The same choice as the brush, by numbers. */
+/** Number inputs for the same ranges as the brush. */
 function ranges(onchange) {
   const names = { loss: "Loss", self_influence: "Self-influence" };
   const inputs = {};
@@ -227,7 +228,7 @@ function ranges(onchange) {
     element: h(
       "details",
       { class: "by-numbers" },
-      h("summary", {}, "Choose by numbers"),
+      h("summary", {}, "Enter a range"),
       h("div", { class: "field-row" }, rows),
     ),
     fill(chosen) {
@@ -240,7 +241,7 @@ function ranges(onchange) {
   };
 }
 
-/** A share, with a bar that is full for the largest of its table. */
+/** A share with a bar, scaled to the largest share of the table. */
 function share(value, lines) {
   const most = Math.max(1e-9, ...lines.map((one) => one.share_of_top ?? 0));
   return h(
@@ -259,7 +260,7 @@ function classCard(run) {
       value: (one) => one.label,
       cell: (one) => h("a", { href: address("examples", { label: one.label }) }, labelName(one.label)),
     },
-    { name: "Rows", value: (one) => one.count, cell: (one) => count(one.count) },
+    { name: "Examples", value: (one) => one.count, cell: (one) => count(one.count) },
     {
       name: "Mean self-influence",
       value: (one) => one.mean_self_influence,
@@ -267,7 +268,7 @@ function classCard(run) {
     },
     { name: "In top 5%", value: (one) => one.share_of_top, cell: (one) => share(one.share_of_top, run.by_class) },
     {
-      name: "Predicted otherwise",
+      name: "Prediction differs",
       value: (one) => one.disagree,
       cell: (one) => (one.disagree > 1 ? count(one.disagree) : percent(one.disagree)),
     },
@@ -289,7 +290,7 @@ function groupCard(run) {
   };
   const choice = h(
     "select",
-    { "aria-label": "Column of the groups", onchange: (event) => choose(event.target.value) },
+    { "aria-label": "Group by column", onchange: (event) => choose(event.target.value) },
     run.group_columns.map((name) => h("option", { value: name }, name)),
   );
   choose(run.group_columns[0]);
@@ -310,7 +311,7 @@ function groupTable(column, groups) {
           String(one.value ?? "none"),
         ),
     },
-    { name: "Rows", value: (one) => one.count, cell: (one) => count(one.count) },
+    { name: "Examples", value: (one) => one.count, cell: (one) => count(one.count) },
     {
       name: "Mean self-influence",
       value: (one) => one.mean_self_influence,

@@ -1,8 +1,8 @@
-// Where all data comes from: the server, or what a report carries inside itself. The views never know which.
+// The data source of all views: the server, or the data embedded in a report, behind the same interface.
 
 import { Embedded } from "./embedded.js";
 
-/** Answers from the server that sent the page. */
+/** Data from the server of the page. */
 class Server {
   isLive = true;
 
@@ -34,7 +34,7 @@ class Server {
     return post("api/undo", {});
   }
 
-  /** What decisions can be saved as: words, and an address or something to do. */
+  /** The export formats: each has a name, and a URL or an action. */
   exports() {
     return [
       ["Parquet", "parquet"],
@@ -67,10 +67,10 @@ async function answer(asking) {
     reply = await asking;
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Error("The server does not answer. Is eigentrace serve still running?");
+    throw new Error("The server does not respond. Check that eigentrace serve is still running.");
   }
   const body = await reply.json().catch(() => ({}));
-  if (!reply.ok) throw new Error(body.error ?? `The server answered ${reply.status} ${reply.statusText}.`);
+  if (!reply.ok) throw new Error(body.error ?? `The server responded with ${reply.status} ${reply.statusText}.`);
   return body;
 }
 

@@ -1,14 +1,14 @@
-// What the views share: the overview of the run, and the list somebody came from.
+// State shared by the views: the run's overview, the last list of examples, the thresholds.
 
 export const state = {
   overview: null,
-  /** The last list of examples: its query, where it was scrolled to, and its rows in order as far as they are known. */
+  /** The last list of examples: its URL, its scroll position, and the row numbers fetched so far, in order. */
   list: null,
-  /** Where the threshold of each column was left. */
+  /** The last threshold of each column. */
   thresholds: {},
 };
 
-/** Tell whether the run knows classes. */
+/** Whether the run has labels. */
 export function hasLabels() {
   return state.overview.columns.some((column) => column.name === "label");
 }
@@ -28,17 +28,17 @@ export function labels() {
   return values.map((label) => [label, labelName(label)]);
 }
 
-/** The address of a view with its settings, without those that are unset. */
+/** The URL of a view with its settings; unset ones are omitted. */
 export function address(view, asked = {}) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(asked)) {
     for (const one of [value].flat()) if (one !== null && one !== undefined && one !== "") query.append(name, one);
   }
-  const words = query.toString();
-  return `#/${view}${words ? `?${words}` : ""}`;
+  const text = query.toString();
+  return `#/${view}${text ? `?${text}` : ""}`;
 }
 
-/** The word by which the server knows a value of a group. */
+/** A group's value as text, in the form that the server expects. */
 export function groupWord(value) {
   return value === null || value === undefined ? "" : String(value);
 }

@@ -1,8 +1,8 @@
-// A table that can be sorted by any of its columns.
+// A sortable table.
 
 import { h, icon } from "./dom.js";
 
-/** Build a table. Each column: {name, value(one), cell(one)}; the first one names the line. */
+/** Create a table. Each column: {name, value(line), cell(line)}; cells of the first column are row headers. */
 export function table(caption, lines, columns) {
   const body = h("tbody");
   const heads = columns.map((column) =>

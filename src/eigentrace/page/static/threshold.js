@@ -1,4 +1,4 @@
-// A histogram with a threshold that can be dragged, or moved by keys, and what to do with the rows beyond it.
+// A histogram with a threshold, moved by pointer or keys, and actions on the examples above it.
 
 import { drawn, histogram } from "./charts.js";
 import { decide } from "./decide.js";
@@ -7,10 +7,10 @@ import { count, percent, short, title, words } from "./numbers.js";
 import { source } from "./source.js";
 import { address, state } from "./state.js";
 
-/** Build the chart and its controls. Returns {element, stop}. */
+/** Create the chart and its controls. Returns {element, stop}. */
 function threshold(held) {
   const place = h("div", { class: "chart threshold-chart" });
-  const said = h("p", { class: "threshold-words", "aria-live": "polite" });
+  const message = h("p", { class: "threshold-words", "aria-live": "polite" });
   const grip = h(
     "div",
     {
@@ -22,7 +22,7 @@ function threshold(held) {
     },
     h("span", { class: "grip-value", "aria-hidden": "true" }),
   );
-  const show = h("a", { class: "button" }, "Show these");
+  const show = h("a", { class: "button" }, "Show examples");
   const drop = h(
     "button",
     {
@@ -30,7 +30,7 @@ function threshold(held) {
       class: "warn",
       onclick: () => decide({ rule: { by: held.column, above: value }, decision: "drop" }),
     },
-    "Mark all as drop",
+    "Drop all",
   );
   const total = held.counts.reduce((sum, number) => sum + number, 0);
   let value = state.thresholds[held.column] ?? startingPoint(held, total);
@@ -38,17 +38,18 @@ function threshold(held) {
 
   const exactly = later(200, async (asked) => {
     const found = await source.examples({ sort: held.column, above: asked, limit: 1 }).catch(() => null);
-    if (found && asked === value) tell(source.isLive ? found.total : estimate(held, value), source.isLive, found.total);
+    if (found && asked === value)
+      showCount(source.isLive ? found.total : estimate(held, value), source.isLive, found.total);
   });
-  const tell = (beyond, isExact, held = null) => {
-    said.replaceChildren(
-      h("b", {}, `${isExact ? "" : "about "}${count(beyond)}`),
-      ` of ${count(total)} rows (${percent(beyond / Math.max(1, total))}) lie beyond `,
+  const showCount = (above, isExact, held = null) => {
+    message.replaceChildren(
+      h("b", {}, `${isExact ? "" : "about "}${count(above)}`),
+      ` of ${count(total)} examples (${percent(above / Math.max(1, total))}) are above `,
       h("b", { title: value }, short(value)),
       source.isLive || held === null ? "." : `; ${count(held)} of them are in this report.`,
     );
-    grip.setAttribute("aria-valuetext", `${short(value)}, ${count(beyond)} rows beyond`);
-    drop.disabled = isExact && beyond === 0;
+    grip.setAttribute("aria-valuetext", `${short(value)}, ${count(above)} examples above`);
+    drop.disabled = isExact && above === 0;
   };
   const move = (x) => {
     value = Number(chart.value(x).toPrecision(6));
@@ -63,10 +64,10 @@ function threshold(held) {
     grip.setAttribute("aria-valuenow", String(Math.round((100 * (x - chart.left)) / (chart.right - chart.left))));
     state.thresholds[held.column] = value;
     show.href = address("examples", { sort: held.column, above: value });
-    tell(estimate(held, value), false);
+    showCount(estimate(held, value), false);
     exactly(value);
   };
-  // Its place along the axis, in percent: the value itself may have an exponent, which ARIA does not know.
+  // aria-valuenow is the position on the axis in percent: the value itself may need an exponent, which ARIA lacks.
   grip.setAttribute("aria-valuemin", "0");
   grip.setAttribute("aria-valuemax", "100");
   listen(grip, place, () => chart, move);
@@ -76,7 +77,7 @@ function threshold(held) {
     return [chart.picture, grip];
   });
   const actions = h("div", { class: "actions" }, show, drop);
-  return { element: h("div", {}, place, h("div", { class: "threshold-row" }, said, actions)), stop };
+  return { element: h("div", {}, place, h("div", { class: "threshold-row" }, message, actions)), stop };
 }
 
 function listen(grip, place, chart, move) {
@@ -111,17 +112,17 @@ function listen(grip, place, chart, move) {
   });
 }
 
-/** Where the highest twentieth of the rows begins. */
+/** The initial threshold: the bin edge above which about 5% of the examples lie. */
 function startingPoint({ edges, counts }, total) {
-  let beyond = 0;
+  let above = 0;
   for (let index = counts.length - 1; index >= 0; index -= 1) {
-    beyond += counts[index];
-    if (beyond >= 0.05 * total) return Number(edges[index].toPrecision(6));
+    above += counts[index];
+    if (above >= 0.05 * total) return Number(edges[index].toPrecision(6));
   }
   return edges[0];
 }
 
-/** About how many rows lie beyond a value, by the bins alone. */
+/** Estimate from the bins how many examples lie above a value. */
 function estimate({ edges, counts, log }, value) {
   const isLog = log && edges[0] > 0;
   const place = (x) => (isLog ? Math.log(x) : x);
@@ -133,13 +134,13 @@ function estimate({ edges, counts, log }, value) {
   );
 }
 
-/** The card with the histogram, and a choice of its column. */
+/** The card with the histogram and a drop-down list of columns. */
 export function thresholdCard(stops) {
   const columns = state.overview.columns.filter((column) => column.kind === "number").map((column) => column.name);
   const holder = h("div", {});
   const fill = (held) => {
     if (!held.counts.length) {
-      holder.replaceChildren(h("p", { class: "soft" }, "No row has a value."));
+      holder.replaceChildren(h("p", { class: "soft" }, "No example has a value in this column."));
       return;
     }
     const made = threshold(held);
@@ -171,8 +172,12 @@ export function thresholdCard(stops) {
       h(
         "div",
         {},
-        h("h2", { id: "threshold-title" }, "Which rows stand out"),
-        h("p", { class: "soft" }, "High self-influence: outliers, wrong labels, memorised examples. Drag the line."),
+        h("h2", { id: "threshold-title" }, "Distribution"),
+        h(
+          "p",
+          { class: "soft" },
+          "High self-influence: outliers, wrong labels, memorised examples. Drag the line to set a threshold.",
+        ),
       ),
       choice,
     ),

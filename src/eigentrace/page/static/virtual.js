@@ -1,11 +1,11 @@
-// A list of any length: only what is on the screen is in the document, and rows are fetched a page at a time.
+// A virtual list: only the visible items are in the document, and rows are fetched a page at a time.
 
 import { h, later } from "./dom.js";
 
 const PAGE = 60;
 const LONGEST_WAIT = 10_000;
 const SPARE_LINES = 3;
-// Browsers stop at some tens of millions of pixels; well before that a list is too long to scroll by hand.
+// Browsers limit elements to some tens of millions of pixels; a list is too long to scroll by hand well before that.
 const MOST_PIXELS = 6_000_000;
 const MOST_PAGES = 120;
 
@@ -13,9 +13,10 @@ const MOST_PAGES = 120;
 export class VirtualList {
   /**
    * @param root The list element.
-   * @param layout Says for a width: {columns, height, gap}.
+   * @param layout (width) => {columns, height, gap}.
    * @param load (offset, limit, signal) => {total, rows}.
    * @param draw (row) => the item.
+   * @param onfail Called with the error when a page cannot be fetched.
    */
   constructor(root, { layout, load, draw, onfail }) {
     Object.assign(this, { root, layout, load, draw, onfail });
@@ -50,7 +51,7 @@ export class VirtualList {
     clearTimeout(this.again);
   }
 
-  /** Forget everything and fetch the first page. */
+  /** Clear the list and fetch the first page. */
   async reset() {
     this.stop.abort();
     this.stop = new AbortController();
@@ -63,7 +64,7 @@ export class VirtualList {
     return first;
   }
 
-  /** The row at a place, if it was fetched. */
+  /** The row at an index; null if it has not been fetched. */
   at(index) {
     return this.pages.get(Math.floor(index / PAGE))?.rows?.[index % PAGE] ?? null;
   }
@@ -77,7 +78,7 @@ export class VirtualList {
     this.items.clear();
   }
 
-  /** Lay the list out for its width. */
+  /** Compute the layout for the current width. */
   arrange() {
     const width = this.root.clientWidth;
     if (!width) return;
@@ -103,7 +104,7 @@ export class VirtualList {
     return [first * this.columns, Math.min(this.shown, Math.max(0, last) * this.columns)];
   }
 
-  /** Put what is on the screen into the document, and take the rest out. */
+  /** Insert the visible items into the document, and remove the others. */
   place() {
     if (!this.columns) return;
     const [from, to] = this.visible();
@@ -177,7 +178,7 @@ export class VirtualList {
       .catch((error) => {
         if (error.name === "AbortError" || stop.signal.aborted) return null;
         this.pages.delete(number);
-        // A server that is down is asked again, but less and less often.
+        // Retry with exponential backoff while the server is down.
         this.failures += 1;
         this.notBefore = performance.now() + Math.min(LONGEST_WAIT, 250 * 2 ** this.failures);
         this.onfail(error);
@@ -199,7 +200,7 @@ export class VirtualList {
     this.items.get(index)?.querySelector(".card-link")?.setAttribute("tabindex", "0");
   }
 
-  /** Bring an item onto the screen and give it the focus. */
+  /** Scroll an item into view and focus it. */
   async focusAt(index) {
     if (!this.total) return;
     const wanted = Math.max(0, Math.min(this.shown - 1, index));
@@ -214,7 +215,7 @@ export class VirtualList {
     this.items.get(wanted)?.querySelector(".card-link")?.focus({ preventScroll: true });
   }
 
-  /** Fetch again what is on the screen, null if it did not come; the rest is fetched when it is looked at. */
+  /** Fetch the visible page again and return it, null on failure; other pages are fetched when they become visible. */
   async refresh() {
     const hadFocus = this.root.contains(document.activeElement);
     this.stop.abort();

@@ -1,0 +1,100 @@
+"""Trust in runs: the function that a run's files name is called only if the user created the run or said so.
+
+A run is data, possibly somebody else's. Whatever it names is imported and called only after one of:
+
+- the user named the function in a command on this machine; the command records this outside of the run,
+- the user passed `trust=True` or `--trust` for this run, which is recorded in the same way,
+- the function is eigentrace's own and known to be harmless.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eigentrace.disk.atomic import replacing
+from eigentrace.errors import StorageError, UntrustedError
+from eigentrace.numeric.hashing import hash_text
+
+HARMLESS = ("eigentrace.demo.inputs:digits",)
+"""Functions that runs of eigentrace's own demo name: they read tensors from the run and call nothing that it names."""
+
+
+def check_trusted(asked: Mapping[str, Any], home: Path | str | None) -> None:
+    """Raise UntrustedError unless the function that a request names may be called.
+
+    Args:
+        asked: The "input" section of the request.
+        home: The directory of the run that stores the request.
+    """
+    function = asked.get("function")
+    if function is None or function in HARMLESS or (home is not None and is_trusted(asked, home)):
+        return
+    place = "The settings" if home is None else f"The run at {home}"
+    raise UntrustedError(
+        f"{place} would import and call {called(asked)}, and nothing on this machine records that you created the run "
+        "or trust it. Read that code first. If you trust it, pass --trust (in Python trust=True); without it, stored "
+        "scores can still be read."
+    )
+
+
+def is_trusted(asked: Mapping[str, Any], home: Path | str) -> bool:
+    """Return whether the user's configuration records that this run may call what it names."""
+    try:
+        held = json.loads(_record(home).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return held == _content(asked, home)
+
+
+def trust_run(asked: Mapping[str, Any], home: Path | str) -> None:
+    """Record in the user's configuration that the run at `home` may call the function that it names.
+
+    Nothing is recorded where the configuration cannot be written: the run then needs `--trust` each time.
+    """
+    if "function" not in asked:
+        return
+    file = _record(home)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with replacing(file) as partial:
+            partial.write_text(json.dumps(_content(asked, home), indent=2) + "\n", encoding="utf-8")
+    except (OSError, StorageError):
+        return
+
+
+def called(asked: Mapping[str, Any]) -> str:
+    """Return the call that a request asks for, shortened, as it would be written in Python."""
+    name = str(dict(asked.get("resolved") or {}).get("function", asked["function"]))
+    args = asked.get("args") or {}
+    words = ", ".join(f"{key}={_short(value)}" for key, value in args.items()) if isinstance(args, Mapping) else "…"
+    return f"{_short(name, str)}({words})"
+
+
+def config_folder() -> Path:
+    """Return the folder of the user's configuration of eigentrace, which may not exist."""
+    if os.name == "nt":
+        home = os.environ.get("APPDATA") or Path.home() / "AppData" / "Roaming"
+    else:
+        home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "eigentrace"
+
+
+def _record(home: Path | str) -> Path:
+    return config_folder() / "trusted_runs" / f"{hash_text(str(Path(home).resolve()))}.json"
+
+
+def _content(asked: Mapping[str, Any], home: Path | str) -> dict[str, str]:
+    what = {key: asked.get(key) for key in ("function", "args")}
+    what["resolved"] = dict(asked.get("resolved") or {}).get("function")
+    return {
+        "run": str(Path(home).resolve()),
+        "call": called(asked),
+        "sha256": hash_text(json.dumps(what, sort_keys=True)),
+    }
+
+
+def _short(value: Any, write: Any = repr) -> str:
+    text = write(value)
+    return text if len(text) <= 200 else f"{text[:199]}…"
