@@ -13,6 +13,7 @@ import eigentrace.data.row_numbers
 from eigentrace.data import Data, as_data
 from eigentrace.data.batch import tensors_of
 from eigentrace.errors import DataError
+from tests.helpers.expecting import refused
 from tests.helpers.small import cross_entropy, examples, fit, net
 
 X, Y = examples(10)
@@ -149,9 +150,9 @@ def test_a_range_is_cut_where_a_full_pass_is_cut(form):
 
 
 def test_rows_before_the_first_are_refused():
-    with pytest.raises(DataError, match=r"counted from 0 at the start of the data, got -3 to \d+"):
+    with refused(DataError, -3, "len(data) - 1"):
         Data(Plain()).batches(slice(-3, None))
-    with pytest.raises(DataError, match="without an end cannot have steps of 2"):
+    with refused(DataError, "step", 1, 2):
         Data(Plain()).batches(slice(0, None, 2))
 
 
@@ -287,8 +288,13 @@ def test_taken_rows_are_numbered_anew(form):
 
 @pytest.mark.parametrize("rows", [[3, 1], [1, 1], [-1, 2], [5, 100], [[1, 2]]])
 def test_rows_that_cannot_be_taken(rows):
-    with pytest.raises(DataError, match="take needs different rows of 0 to 9 in ascending order"):
+    with refused(DataError, "take", 0, 9, rows):
         Data(TensorDataset(torch.zeros(10, 1))).take(rows)
+
+
+def test_no_rows_cannot_be_taken():
+    with refused(DataError, "take", 0, 1):
+        Data(TensorDataset(torch.zeros(10, 1))).take([])
 
 
 def test_ids_go_with_the_rows_that_are_taken():

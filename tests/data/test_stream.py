@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 import eigentrace as et
 from eigentrace.data import Data, as_data
 from eigentrace.errors import DataError
+from tests.helpers.expecting import refused
 from tests.helpers.small import cross_entropy, examples, fit, net
 
 X, Y = examples(10)
@@ -107,9 +108,9 @@ def test_a_given_length_is_believed_until_a_pass_ends(given):
     assert len(Data.stream(stream, **given)) == 10
     assert stream.passes == 0
     for count in (9, 8):
-        with pytest.raises(DataError, match=f"gave {count} examples, and 10 were counted before, or given"):
+        with refused(DataError, f"{count} examples", 10):
             list(Data.stream(Stream(count), batch_size=4, **given).batches())
-    with pytest.raises(DataError, match="gave more than 6 examples, and 6 were"):
+    with refused(DataError, "more than 6 examples", "`length`"):
         list(Data.stream(stream, length=6, batch_size=2).batches())
 
 
@@ -143,7 +144,7 @@ def test_a_pass_ends_with_the_last_wanted_row():
 
 
 def test_rows_beyond_the_end():
-    with pytest.raises(DataError, match="Row 12 was asked for, and the stream has 10 examples"):
+    with refused(DataError, "Row 12", "10 examples"):
         list(Data.stream(Stream()).batches(np.array([3, 12])))
     assert list(Data.stream(Stream()).batches(range(20, 30))) == []
 
@@ -164,7 +165,7 @@ LIST = list(TensorDataset(X, Y))
 def test_a_pass_that_begins_otherwise_is_noticed(second, workers):
     data = Data.stream(Changing(LIST, second), batch_size=4, workers=workers)
     assert len(data) == 10
-    with pytest.raises(DataError, match=r"began with other examples than when it was first read.*no shuffling"):
+    with refused(DataError, "Changing", "stream"):
         next(data.rebatched(2).batches())
 
 
@@ -172,21 +173,21 @@ def test_a_pass_of_another_length_is_noticed():
     numbers = [torch.tensor([float(i)]) for i in range(100)]
     data = Data.stream(Changing(numbers, numbers[:90], [*numbers, torch.zeros(1)]), batch_size=10)
     assert len(data) == 100
-    with pytest.raises(DataError, match="gave 90 examples, and 100 were counted before"):
+    with refused(DataError, "90 examples", 100):
         list(data.batches())
-    with pytest.raises(DataError, match="gave more than 100 examples, and 100 were"):
+    with refused(DataError, "more than 100 examples", "`length`"):
         list(data.batches())
 
 
 def test_an_empty_stream_is_refused():
-    with pytest.raises(DataError, match="The data is empty"):
+    with refused(DataError, "list", 0):
         len(Data.stream([]))
-    with pytest.raises(DataError, match="The data is empty"):
+    with refused(DataError, "Stream", 0):
         fit(data=Stream(0))
 
 
 def test_examples_that_cannot_be_stacked():
-    with pytest.raises(DataError, match=r"cannot be stacked into a batch"):
+    with refused(DataError, "Tensor", "[2]", "[3]", "collate=..."):
         list(Data.stream([torch.zeros(2), torch.zeros(3)]).batches())
 
 

@@ -7,6 +7,7 @@ from scipy import stats
 from eigentrace.errors import InputError
 from eigentrace.evaluate import pearson, spearman
 from eigentrace.numeric.rank_correlation import RowRanks, correlation
+from tests.helpers.expecting import refused
 
 
 @st.composite
@@ -65,9 +66,9 @@ def test_infinite_values_have_a_rank():
 
 @pytest.mark.parametrize("measure", [pearson, spearman])
 def test_refuses(measure):
-    with pytest.raises(InputError, match=r"two tables of one shape, got \(1, 2\) and \(1, 3\)"):
+    with refused(InputError, "(1, 2)", "(1, 3)"):
         measure(np.zeros((1, 2)), np.zeros((1, 3)))
-    with pytest.raises(InputError, match="two tables of one shape"):
+    with refused(InputError, "(2,)"):
         measure(np.zeros(2), np.zeros(2))
-    with pytest.raises(InputError, match="Correlations of NaN"):
+    with refused(InputError, "NaN"):
         measure(np.array([[1.0, np.nan]]), np.zeros((1, 2)))

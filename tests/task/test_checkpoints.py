@@ -11,6 +11,7 @@ from torch import nn
 import eigentrace as et
 from eigentrace.errors import EigentraceWarning, InputError, MismatchError
 from eigentrace.task.checkpoints import Checkpoint, find_checkpoints
+from tests.helpers.expecting import refused, warned
 from tests.helpers.small import examples, fit, net, table
 
 
@@ -111,7 +112,7 @@ def test_lightnings_copy_of_the_last_is_passed_over(tmp_path):
 
 def test_single_checkpoint_warns_at_the_callers_line(tmp_path):
     saved(tmp_path / "last.ckpt", {"state_dict": state()})
-    with pytest.warns(EigentraceWarning, match="holds a single checkpoint") as caught:
+    with warned(EigentraceWarning, tmp_path) as caught:
         et.TracIn(tmp_path).fit(et.classification(net()), examples())
     assert caught[0].filename == __file__
 
@@ -119,7 +120,7 @@ def test_single_checkpoint_warns_at_the_callers_line(tmp_path):
 def test_several_sources_keep_their_order(tmp_path):
     found = find_checkpoints([state(3), saved(tmp_path / "a.pt", state(1)), hugging_face(tmp_path / "hf", 2)])
     assert [same(c.load(), state(seed)) for c, seed in zip(found, (3, 1, 2), strict=True)] == [True] * 3
-    assert [str(c) for c in found] == ["state dict in memory", str(tmp_path / "a.pt"), str(tmp_path / "hf")]
+    assert [str(c) for c in found[1:]] == [str(tmp_path / "a.pt"), str(tmp_path / "hf")]
 
 
 def cut(path):
@@ -144,27 +145,27 @@ def with_index(folder, text):
 
 
 DAMAGED = {
-    "cut pickle": (lambda at: cut(saved(at / "a.pt", state())), r"a\.pt is damaged or not a checkpoint"),
-    "empty": (lambda at: written(at / "a.pt", b""), r"a\.pt is damaged or not a checkpoint"),
-    "text": (lambda at: written(at / "a.pt", b"hello world"), r"a\.pt is damaged or not a checkpoint"),
-    "cut safetensors": (lambda at: cut(safe(at / "a.safetensors")), "is damaged or cut short"),
-    "empty safetensors": (lambda at: written(at / "a.safetensors", b""), "is damaged or cut short"),
-    "no tensors": (lambda at: saved(at / "a.pt", {"epoch": 3}), r"a\.pt holds no state dict: expected tensors by name"),
-    "a tensor": (lambda at: saved(at / "a.pt", torch.zeros(3)), r"a\.pt holds no state dict"),
-    "missing shard": (lambda at: without_shard(sharded(at / "hf")), r"b\.safetensors is missing"),
-    "damaged index": (lambda at: with_index(at / "hf", "{"), r"index\.json is damaged or not an index"),
-    "empty index": (lambda at: with_index(at / "hf", "{}"), r"index\.json is damaged or not an index"),
+    "cut pickle": (lambda at: cut(saved(at / "a.pt", state())), ("a.pt",)),
+    "empty": (lambda at: written(at / "a.pt", b""), ("a.pt",)),
+    "text": (lambda at: written(at / "a.pt", b"hello world"), ("a.pt",)),
+    "cut safetensors": (lambda at: cut(safe(at / "a.safetensors")), ("a.safetensors",)),
+    "empty safetensors": (lambda at: written(at / "a.safetensors", b""), ("a.safetensors",)),
+    "no tensors": (lambda at: saved(at / "a.pt", {"epoch": 3}), ("a.pt", "'state_dict'")),
+    "a tensor": (lambda at: saved(at / "a.pt", torch.zeros(3)), ("a.pt", "'state_dict'")),
+    "missing shard": (lambda at: without_shard(sharded(at / "hf")), ("b.safetensors",)),
+    "damaged index": (lambda at: with_index(at / "hf", "{"), ("index.json",)),
+    "empty index": (lambda at: with_index(at / "hf", "{}"), ("index.json",)),
 }
 
 
-@pytest.mark.parametrize(("make", "match"), table(DAMAGED))
-def test_damaged_checkpoint(make, match, tmp_path):
-    with pytest.raises(MismatchError, match=match):
+@pytest.mark.parametrize(("make", "mentions"), table(DAMAGED))
+def test_damaged_checkpoint(make, mentions, tmp_path):
+    with refused(MismatchError, *mentions):
         find_checkpoints(make(tmp_path))[0].load()
 
 
 def test_a_whole_pickled_model_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"(?s)holds more than tensors.*Sequential.*pass its state dict"):
+    with refused(InputError, tmp_path / "model.pt", "Sequential"):
         Checkpoint(saved(tmp_path / "model.pt", net())).load()
 
 
@@ -198,9 +199,9 @@ def test_scores_at_checkpoints_are_scores_of_models_that_loaded_them(tmp_path):
     torch.testing.assert_close(found, expected / 2)
 
 
-def test_adapters_alone_are_told(tmp_path):
+def test_adapters_alone_are_refused(tmp_path):
     folder = tmp_path / "checkpoint-10"
     folder.mkdir()
     (folder / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(InputError, match="holds adapters without the model under them"):
+    with refused(InputError, tmp_path, "PEFT"):
         find_checkpoints(tmp_path)

@@ -15,6 +15,7 @@ from eigentrace.curvature.products import Differentiation
 from eigentrace.data import as_data
 from eigentrace.errors import DeterminismError, NumericalError, PrecisionWarning, TaskError
 from eigentrace.task.checks import check_task
+from tests.helpers.expecting import refused, warned
 from tests.helpers.small import cross_entropy, examples, net
 
 
@@ -77,7 +78,7 @@ def test_dataset_of_changing_shape_is_refused():
             return torch.zeros(int(torch.randint(2, 1000, ()))), 0
 
     task = et.classification(net())
-    with task.session(), pytest.raises(DeterminismError, match="augments or shuffles at random"):
+    with task.session(), refused(DeterminismError, "batch", "int64 (1,)"):
         check_task(task, as_data(Cropped()))
 
 
@@ -109,7 +110,7 @@ def test_noise_that_only_derivatives_see():
             return g * torch.rand_like(g)
 
     task = et.Task(net(), lambda m, b: cross_entropy(lambda x: Noisy.apply(m(x)), b))
-    with pytest.raises(DeterminismError, match=r"with the same vector twice differs by .* \(allowed 0\.001\)"):
+    with refused(DeterminismError, "curvature", 0.001):
         checked(curvature_of(task))
 
 
@@ -118,7 +119,7 @@ def test_curvature_that_is_not_finite():
     def loss(model, batch):
         return cross_entropy(model, batch) + (model[2].bias * 0).abs().pow(1.5).sum()
 
-    with pytest.raises(NumericalError, match="curvature is not finite although the losses are"):
+    with refused(NumericalError, "curvature"):
         checked(curvature_of(et.Task(net(), loss)))
 
 
@@ -127,10 +128,10 @@ def test_every_loss_of_the_sample_is_looked_at():
     x[33] = torch.nan
     batches = [(x[i : i + 10], y[i : i + 10]) for i in range(0, 40, 10)]
     curvature = curvature_of(et.classification(net()), batches)
-    with pytest.raises(NumericalError, match=r"not finite for 1 examples of a batch \(first: row 33\)"):
+    with refused(NumericalError, "1 examples", "row 33"):
         checked(curvature)
     rows = np.array([2, 11, 33, 39])
-    with pytest.raises(NumericalError, match="first: row 33"):
+    with refused(NumericalError, "row 33"):
         checked(Curvature(curvature.task, curvature.data, rows))
     checked(Curvature(curvature.task, curvature.data, rows[[0, 1, 3]]))
 
@@ -141,7 +142,7 @@ def test_number_of_losses_is_looked_at_in_every_batch():
         return losses if len(losses) == 12 else torch.cat([losses, losses])
 
     curvature = curvature_of(et.Task(net(), loss), [examples(12), examples(3)])
-    with pytest.raises(TaskError, match="returned 6 numbers for a batch of 3 examples"):
+    with refused(TaskError, "6 numbers", "3 examples"):
         checked(curvature)
 
 
@@ -190,9 +191,7 @@ def test_wrong_derivative_rule_is_noticed(factor):
     if factor == 1:
         checked(curvature_of(task))
         return
-    with pytest.warns(
-        PrecisionWarning, match=r"differs by \d+% from a finite difference of gradients.*wrong derivative"
-    ):
+    with warned(PrecisionWarning, "Hessian", "curvature='gauss-newton'"):
         checked(curvature_of(task))
 
 

@@ -7,6 +7,7 @@ import torch
 
 import eigentrace as et
 from eigentrace.errors import MismatchError
+from tests.helpers.expecting import refused
 from tests.helpers.small import examples, fit, net
 
 METHODS = [et.Arnoldi(steps=5, keep=2), et.RandProj(2), et.TracIn(), et.Lissa(depth=2), et.Loss()]
@@ -14,21 +15,21 @@ pytestmark = pytest.mark.filterwarnings("ignore::eigentrace.errors.ConvergenceWa
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
-def test_training_on_after_a_fit_is_told(method):
+def test_training_on_after_a_fit_is_refused(method):
     model = net()
     fitted = fit(et.classification(model), method=method)
     fitted.self_influence(examples())
     with torch.no_grad():
         model[0].weight += 0.1
-    with pytest.raises(MismatchError, match=r"The model has changed since this fit was made .*'0.weight'.*fit again"):
+    with refused(MismatchError, "1 of 4", "'0.weight'"):
         fitted.self_influence(examples())
 
 
-def test_writes_through_data_are_told():
+def test_writes_through_data_are_refused():
     model = net()
     fitted = fit(et.classification(model))
     model[0].weight.data.mul_(1.001)
-    with pytest.raises(MismatchError, match="has changed since"):
+    with refused(MismatchError, "1 of 4", "'0.weight'"):
         fitted.self_influence(examples())
 
 
@@ -36,23 +37,23 @@ def test_a_changed_model_cannot_be_saved_as_the_fitted_one(tmp_path):
     model = net()
     fitted = fit(et.classification(model))
     model[0].weight.data.mul_(3)
-    with pytest.raises(MismatchError, match="has changed since"):
+    with refused(MismatchError, "1 of 4", "'0.weight'"):
         fitted.save(tmp_path / "fit")
     exact = fit(et.classification(model), method=et.ExactHessian(damping=1.0))
     model[0].weight.data.mul_(3)
     exact.save(tmp_path / "fit")  # it has its own numbers, and they are what is fingerprinted
-    with pytest.raises(MismatchError, match="other weights"):
+    with refused(MismatchError, tmp_path / "fit", "`params`"):
         et.load(tmp_path / "fit", et.classification(model))
 
 
-def test_replaced_parameters_are_told(tmp_path):
+def test_replaced_parameters_are_refused(tmp_path):
     model = net()
     task = et.classification(model)
     fit(task).save(tmp_path / "fit")
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    with pytest.raises(MismatchError, match="moved, or its parameters were replaced, after this task was made"):
+    with refused(MismatchError, "4 of 4", "'0.weight'"):
         fit(task)
-    with pytest.raises(MismatchError, match="moved, or its parameters were replaced, after this task was made"):
+    with refused(MismatchError, "4 of 4", "'0.weight'"):
         et.load(tmp_path / "fit", task).self_influence(examples())
 
 
@@ -61,7 +62,7 @@ def test_complex_buffers_are_sealed_without_a_warning():
     model.register_buffer("freqs", torch.tensor([1 + 2j, 3 - 1j]))
     fitted = fit(et.classification(model))
     model.freqs.mul_(1j)
-    with pytest.raises(MismatchError, match="'freqs'"):
+    with refused(MismatchError, "1 of 5", "'freqs'"):
         fitted.self_influence(examples())
 
 
@@ -99,5 +100,5 @@ def test_a_loaded_fit_is_sealed_too(tmp_path):
     loaded = et.load(tmp_path / "fit", et.classification(model))
     with torch.no_grad():
         model[0].weight += 0.1
-    with pytest.raises(MismatchError, match="has changed since"):
+    with refused(MismatchError, "1 of 4", "'0.weight'"):
         loaded.self_influence(examples())

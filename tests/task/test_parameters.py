@@ -8,6 +8,7 @@ from torch import nn
 import eigentrace as et
 from eigentrace.errors import TaskError
 from eigentrace.task.parameters import aliases_of, coverage_of, match_values, select_params
+from tests.helpers.expecting import expect_mentions, refused
 from tests.helpers.small import examples, fit
 
 
@@ -66,8 +67,8 @@ def test_coverage_counts_tied_parameters_once():
     model = Tied()
     coverage = coverage_of(model, select_params(model, "body.*"))
     assert (coverage.selected, coverage.total) == (20, 12 + 20 + 8 + 3)
-    assert str(coverage) == "46.5% of 43 parameters (20 in 2 tensors)"
-    assert str(et.Task(model, print, "all").coverage) == "100% of 43 parameters (43 in 6 tensors)"
+    expect_mentions(str(coverage), ["46.5%", 43, 20, 2])
+    expect_mentions(str(et.Task(model, print, "all").coverage), ["100%", 43, 6])
 
 
 def test_values_go_by_the_first_pattern_that_matches():
@@ -80,7 +81,7 @@ def test_values_go_by_the_first_pattern_that_matches():
 
 def test_long_lists_of_names_are_cut_in_messages():
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(5)))
-    with pytest.raises(TaskError, match=r"\(0\.weight, 0\.bias, 1\.weight, 1\.bias, 2\.weight, … 5 more\)"):
+    with refused(TaskError, "(0.weight, 0.bias, 1.weight, 1.bias, 2.weight, … 5 more)"):
         select_params(model, "none.*")
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import eigentrace as et
 from eigentrace.errors import NumericalError, TaskError
+from tests.helpers.expecting import refused
 from tests.helpers.small import cross_entropy, examples, fit, net, table
 
 
@@ -70,37 +71,37 @@ def test_measurements_are_the_losses_unless_given():
 
 def test_wrong_measurement_is_named():
     task = et.Task(net(), cross_entropy, measurement=lambda m, b: m(b[0]).sum())
-    with pytest.raises(TaskError, match="The measurement must return one number per example"):
+    with refused(TaskError, "measurement", "(B,)", "()"):
         fit(task).influence(examples(), examples())
 
 
 MEASUREMENTS = {
-    "too many": (lambda m, b: m(b[0]).flatten(), "The measurement returned 36 numbers for a batch of 12 examples"),
-    "not finite": (lambda m, b: (m(b[0])[:, 0] * 0).log().log(), "The measurement is not finite for 12 examples"),
+    "too many": (lambda m, b: m(b[0]).flatten(), ("measurement", "36 numbers", "12 examples")),
+    "not finite": (lambda m, b: (m(b[0])[:, 0] * 0).log().log(), ("measurement", "12 examples", "row 0")),
     "of the batch": (
         lambda m, b: m(b[0])[:, 0] - m(b[0])[:, 0].mean(),
-        "The measurements of the batch from row 0 on change by .*they depend on each other",
+        ("measurements", "row 0"),
     ),
 }
 
 
 @pytest.mark.parametrize("method", [et.TracIn(), et.RandProj(keep=2), et.Lissa(depth=2, damping=0.1)])
-@pytest.mark.parametrize(("measurement", "match"), table(MEASUREMENTS))
-def test_bad_measurement_is_called_one(measurement, match, method):
+@pytest.mark.parametrize(("measurement", "mentions"), table(MEASUREMENTS))
+def test_bad_measurement_is_called_one(measurement, mentions, method):
     task = et.Task(net(), cross_entropy, measurement=measurement)
-    with pytest.raises((TaskError, NumericalError), match=match):
+    with refused((TaskError, NumericalError), *mentions):
         fit(task, method=method).influence(examples(), examples())
 
 
 def test_outputs_of_a_task_without_them():
     task = et.Task(net(), cross_entropy)
-    with pytest.raises(TaskError, match="gives only `loss`, so Gauss-Newton curvature is not defined"):
+    with refused(TaskError, "`loss`", "`outputs`", "`output_loss`", "curvature='hessian'"):
         task.outputs(task.params, examples())
 
 
 def test_wrong_output_loss_is_named():
     task = et.Task(net(), outputs=lambda m, b: m(b[0]), output_loss=lambda o, b: F.cross_entropy(o, b[1]))
-    with pytest.raises(TaskError, match=r"The output_loss must return one number per example.*reduction='none'"):
+    with refused(TaskError, "output_loss", "(B,)", "()", "reduction='none'"):
         task.output_losses(torch.zeros(12, 3), examples())
 
 
