@@ -1,4 +1,4 @@
-"""The paper's digit experiment as a demonstration: wrong labels found by self-influence, and a report."""
+"""The paper's digit experiment as a demo: finds wrong labels by self-influence and writes a report."""
 
 from eigentrace.demo.run import Summary, run_demo
 

@@ -1,4 +1,4 @@
-"""The convolutional network of the paper's digit experiment, and how it is trained."""
+"""The convolutional network of the paper's digit experiment, and its training."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from eigentrace.demo.digits import NUM_CLASSES
 from eigentrace.errors import InputError
 
-# Large enough to keep two cores busy, small enough that the first layer's activations stay under 100 MB.
+# Large enough to use two cores fully, small enough that the first layer's activations take less than 100 MB.
 _EVAL_BATCH = 1000
 
 
 def make_cnn(seed: int) -> nn.Sequential:
-    """Build the paper's larger CNN, 824,458 parameters, with weights drawn from `seed` alone."""
+    """Build the paper's larger CNN, with 824,458 parameters and weights that depend only on `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
@@ -46,28 +46,28 @@ def train(
     """Train `model` in place by stochastic gradient descent with momentum, and leave it in eval mode.
 
     Args:
-        model: Gives logits (B, classes).
+        model: Returns logits (B, classes).
         images: Inputs, (N, 1, 28, 28).
         labels: Classes, (N,).
-        epochs: Passes over the data.
-        batch_size: Examples to a step; the last batch of a pass may be smaller.
-        lr: Step size.
-        momentum: Share of the last step that goes into the next.
-        generator: Shuffles the examples anew for each pass.
-        checkpoint_epochs: After which passes, counted from 1, to keep the weights.
-        on_epoch: Called after each pass with its number and the mean loss seen during it.
+        epochs: Number of passes over the data.
+        batch_size: Examples per step; the last batch of an epoch may be smaller.
+        lr: Learning rate.
+        momentum: Momentum factor.
+        generator: Shuffles the examples in every epoch.
+        checkpoint_epochs: Epochs, counted from 1, after which to copy the weights.
+        on_epoch: Called after each epoch with its number and the mean training loss during it.
 
     Returns:
-        The weights, copied to the CPU, after each of `checkpoint_epochs` and after the last pass, in order.
+        The weights, copied to the CPU, after each of `checkpoint_epochs` and after the last epoch, in order.
 
     Raises:
-        InputError: If a checkpoint is asked for at a pass that does not happen.
+        InputError: If an epoch in `checkpoint_epochs` is not between 1 and `epochs`.
     """
     kept = {*checkpoint_epochs, epochs}
     if min(kept) < 1 or max(kept) > epochs:
         raise InputError(
-            f"checkpoint_epochs are {sorted(kept - {epochs})} and training lasts {epochs} epochs: train for "
-            "at least one, and give epochs from 1 to the last."
+            f"checkpoint_epochs are {sorted(kept - {epochs})}, but training has {epochs} epochs: train for at least "
+            f"one epoch, and choose epochs between 1 and {epochs}."
         )
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     checkpoints = []
@@ -85,7 +85,7 @@ def train(
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the percentage of images whose most likely class is the label."""
+    """Return the percentage of images whose predicted class is the label."""
     with torch.no_grad():
         predictions = torch.cat([model(batch).argmax(dim=1) for batch in images.split(_EVAL_BATCH)])
     return 100 * (predictions == labels).double().mean().item()

@@ -1,4 +1,4 @@
-"""Handwritten digits that travel with the package, and a way to make some of their labels wrong."""
+"""Handwritten digits included in the package, and a function that makes some of their labels wrong."""
 
 from dataclasses import dataclass
 from importlib import resources
@@ -14,7 +14,7 @@ NUM_CLASSES = 10
 
 @dataclass(frozen=True)
 class Digits:
-    """A tenth of MNIST. Images are grey values in [0, 1], labels the digits as published."""
+    """A tenth of MNIST, with grey values in [0, 1] and the published labels."""
 
     train_images: Tensor  # (6000, 1, 28, 28)
     train_labels: Tensor  # (6000,)
@@ -24,14 +24,14 @@ class Digits:
 
 @dataclass(frozen=True)
 class Relabeled:
-    """Labels of which some are wrong, and which these are."""
+    """Labels of which some are wrong, with a mask of the wrong ones."""
 
     labels: Tensor  # (N,)
     is_wrong: Tensor  # (N,) bool
 
 
 def load_digits() -> Digits:
-    """Read the embedded digits."""
+    """Load the digits from the package's data file."""
     with (
         resources.files("eigentrace.demo").joinpath("digits.npz").open("rb") as file,
         np.load(file) as arrays,
@@ -45,28 +45,30 @@ def load_digits() -> Digits:
 
 
 def relabel(labels: Tensor, fraction: float, num_classes: int, generator: torch.Generator) -> Relabeled:
-    """Give a fraction of the examples another label, chosen uniformly among the other classes.
+    """Change the labels of a fraction of the examples, each to a random other class.
 
     Args:
-        labels: Classes from 0 to `num_classes` - 1; left as they are.
-        fraction: How many labels change: exactly round(fraction · N).
-        num_classes: How many classes there are.
+        labels: Classes from 0 to `num_classes` - 1; not modified.
+        fraction: Share of the labels to change: exactly round(fraction · N) of them.
+        num_classes: Number of classes.
         generator: Source of randomness.
 
     Raises:
         InputError: If the fraction, the number of classes or a label is out of range.
     """
     if not 0.0 <= fraction <= 1.0:
-        raise InputError(f"fraction must be between 0 and 1, got {fraction}: write 0.2 to change 20% of the labels.")
+        raise InputError(f"fraction must be between 0 and 1, got {fraction}: use 0.2 to change 20% of the labels.")
     if num_classes < 2:
-        raise InputError(f"num_classes must be at least 2, got {num_classes}: one class leaves no other to change to.")
+        raise InputError(
+            f"num_classes must be at least 2, got {num_classes}: with one class, no label can be changed to another."
+        )
     if labels.ndim != 1 or (len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes):
         raise InputError(
-            f"labels must be one class from 0 to {num_classes - 1} for each example, got values from "
-            f"{labels.min()} to {labels.max()} of shape {tuple(labels.shape)}: number the classes from 0."
+            f"labels must have shape (N,) and values from 0 to {num_classes - 1}, got shape {tuple(labels.shape)} with "
+            f"values from {labels.min()} to {labels.max()}: number the classes from 0."
         )
     chosen = torch.randperm(len(labels), generator=generator)[: round(fraction * len(labels))]
-    # A shift of 1 to num_classes - 1, around the clock, reaches every other class equally often, not its own.
+    # Adding 1 to num_classes - 1, modulo num_classes, gives every other class with equal probability.
     shift = torch.randint(1, num_classes, (len(chosen),), generator=generator)
     changed = labels.clone()
     changed[chosen] = (labels[chosen] + shift) % num_classes

@@ -1,4 +1,4 @@
-"""The network the demo explains: trained on digits some of which carry a wrong label."""
+"""The network that the demo explains, trained on digits of which some have a wrong label."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,28 +14,31 @@ FRACTION_WRONG = 0.2
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Percent of labels the trained network agrees with."""
+    """Accuracy of the trained network, in percent."""
 
     train_noisy: float
+    """On the training digits, with their given labels."""
     test_noisy: float
+    """On the test digits, with a fifth of the labels changed."""
     test_true: float
+    """On the test digits, with the true labels."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained network, the data it saw and what is wrong with it."""
+    """A trained network with its training data, and a mask of the wrong labels."""
 
     model: nn.Sequential
     checkpoints: list[dict[str, Tensor]]
     images: Tensor  # (N, 1, 28, 28)
-    labels: Tensor  # (N,) as given to the network
+    labels: Tensor  # (N,) as used in training
     true_labels: Tensor  # (N,)
     is_wrong: Tensor  # (N,) bool
     accuracy: Accuracy
 
     @property
     def num_parameters(self) -> int:
-        """P."""
+        """P, the number of parameters."""
         return sum(p.numel() for p in self.model.parameters())
 
 
@@ -43,16 +46,16 @@ def train_on_wrong_labels(seed: int, epochs: int, size: int, on_message: Callabl
     """Change a fifth of the training and of the test labels, then train the CNN.
 
     Args:
-        seed: Decides on the changed labels, the first weights and the order of the examples.
-        epochs: Passes over the data.
-        size: How many of the training images to use.
-        on_message: Told what is going on.
+        seed: Seed of the changed labels, the initial weights and the order of the examples.
+        epochs: Number of passes over the data.
+        size: Number of training images to use.
+        on_message: Called with progress messages.
     """
     digits = _first(load_digits(), size)
     generator = torch.Generator().manual_seed(seed)
     noisy = relabel(digits.train_labels, FRACTION_WRONG, NUM_CLASSES, generator)
     test_noisy = relabel(digits.test_labels, FRACTION_WRONG, NUM_CLASSES, generator)
-    on_message(f"{len(noisy.labels):,} digits, {int(noisy.is_wrong.sum()):,} of them given a wrong label.")
+    on_message(f"{len(noisy.labels):,} digits, {int(noisy.is_wrong.sum()):,} of them with a wrong label.")
 
     model = make_cnn(seed)
     checkpoints = train(
@@ -70,8 +73,8 @@ def train_on_wrong_labels(seed: int, epochs: int, size: int, on_message: Callabl
         test_true=accuracy(model, digits.test_images, digits.test_labels),
     )
     on_message(
-        f"Accuracy on test digits: {percent.test_true:.1f}% of true labels, {percent.test_noisy:.1f}% with a "
-        "fifth of them wrong."
+        f"Test accuracy: {percent.test_true:.1f}% with the true labels, {percent.test_noisy:.1f}% with a fifth of them "
+        "wrong."
     )
     return Trained(
         model=model,
@@ -89,5 +92,5 @@ def _first(digits: Digits, size: int) -> Digits:
 
 
 def _spread(epochs: int) -> set[int]:
-    """Return up to three epochs, evenly spread and ending with the last: 3, 7 and 10 of ten."""
+    """Return up to three evenly spaced epochs, including the last: 3, 7 and 10 of ten."""
     return {max(1, round(epochs * share / 3)) for share in (1, 2, 3)}

@@ -1,4 +1,4 @@
-"""The folder a demo writes: made with care for what is already there."""
+"""The output folder of a demo, which never overwrites files that a demo did not write."""
 
 import json
 import os
@@ -17,34 +17,34 @@ SUMMARY = "summary.json"
 REPORT = "report.html"
 RUN = "run"
 _WORK, _OLD = f".{RUN}.partial", f".{RUN}.old.partial"
-# What a demo that was killed may leave behind.
+# Files that a killed demo may leave.
 _PARTIAL = {f".{SUMMARY}.partial", f".{REPORT}.partial", _WORK, _OLD}
-# What a demo writes into a run; anything else is somebody's work.
+# Files that a demo writes into a run; all others are the user's.
 _OF_RUN = {*WRITTEN, NETWORK}
 
 
 def claim(out: Path) -> None:
-    """Make the folder, or make sure that it holds an earlier demo and nothing else is in danger.
+    """Create the folder, or check that it contains an earlier demo, whose files may be replaced.
 
     Raises:
-        InputError: If `out` is a file, or has files in it that no demo wrote.
+        InputError: If `out` is a file, or contains files that no demo wrote.
     """
     if out.exists() and not out.is_dir():
-        raise InputError(f"{out} is a file and the demo writes a folder: give another path.")
+        raise InputError(f"{out} is a file, but the demo writes a folder: choose another path.")
     if out.is_dir() and {path.name for path in out.iterdir()} - _PARTIAL and not _is_demo(out):
         raise InputError(
-            f"{out} has files in it that no demo wrote (a {SUMMARY} of ours is missing), and they are left "
-            "alone: give a new or empty folder."
+            f"{out} contains files that no demo wrote (the {SUMMARY} of a demo is missing). Nothing was changed: "
+            "choose a new or empty folder."
         )
     run = out / RUN
     if run.exists() and not _is_demo_run(run):
-        raise InputError(f"{run} is no run of a demo, and it is left alone: give a new or empty folder.")
+        raise InputError(f"{run} is not the run of a demo. Nothing was changed: choose a new or empty folder.")
     out.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
 def new_run(out: Path) -> Iterator[Path]:
-    """Give a directory to make a run in; `place` puts it where it belongs. Whatever goes wrong, nothing is left."""
+    """Yield a temporary directory for a run, which `place` moves to its place; after an error it is removed."""
     for leftover in (out / _WORK, out / _OLD):
         shutil.rmtree(leftover, ignore_errors=True)
     try:
@@ -54,12 +54,12 @@ def new_run(out: Path) -> Iterator[Path]:
 
 
 def place(out: Path, on_message: Callable[[str], None]) -> None:
-    """Put the new run in the place of an earlier one, which is kept beside it if somebody has worked on it."""
+    """Replace an earlier run by the new one; an earlier run with the user's files is renamed instead of deleted."""
     run, old = out / RUN, out / _OLD
     if run.exists() and {path.name for path in run.iterdir() if not path.name.startswith(".")} - _OF_RUN:
         kept = next(path for number in count(1) if not (path := out / f"{RUN}-{number}").exists())
         run.rename(kept)
-        on_message(f"Note: the earlier run holds decisions or other files, and is kept as {kept}.")
+        on_message(f"Note: the earlier run contains decisions or other files and was renamed to {kept}.")
     elif run.exists():
         run.rename(old)
     (out / _WORK).rename(run)
@@ -67,19 +67,19 @@ def place(out: Path, on_message: Callable[[str], None]) -> None:
 
 
 def write(out: Path, summary: Mapping[str, Any], page: str) -> None:
-    """Write both files, each complete or not at all.
+    """Write the summary and the report, each atomically.
 
     Raises:
-        NumericalError: If the summary holds a number that is not finite, which JSON cannot express.
+        NumericalError: If the summary contains a number that is not finite, which JSON cannot store.
     """
     try:
         text = json.dumps(summary, indent=2, allow_nan=False)
     except ValueError as error:
         raise NumericalError(
-            f"The summary holds a number that is not finite ({error}), so nothing was written to {out}: look "
-            "at the method it belongs to before trusting any score."
+            f"The summary contains a number that is not finite ({error}), so nothing was written to {out}. Check the "
+            "messages of the methods above: one of them has failed."
         ) from error
-    # The summary goes first: it is what tells a later run that the folder is a demo's.
+    # The summary is written first, because a later demo recognises the folder by it.
     for name, content in ((SUMMARY, text + "\n"), (REPORT, page)):
         partial = out / f".{name}.partial"
         partial.write_text(content, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The demo's network and digits again, from the run they were scored into: what its request names."""
+"""Loading the demo's network and digits from its run; the run's request refers to `digits`."""
 
 import json
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ _LABELS = "given_labels"
 
 
 def digits(folder: str) -> Inputs:
-    """Make the demo's task and data from the network and the labels that are kept in its run.
+    """Create the demo's task and data from the network and the labels stored in its run.
 
     Args:
         folder: The run's directory.
@@ -47,15 +47,15 @@ def digits(folder: str) -> Inputs:
 
 
 def inputs_of(trained: Trained) -> Inputs:
-    """Make the same of a network that has just been trained."""
+    """Create the demo's task and data from a network that has just been trained."""
     return _inputs(trained.model, trained.images, trained.labels, trained.true_labels)
 
 
 def request_of(run: Path, fit: dict[str, Any]) -> dict[str, Any]:
-    """Say how the inputs of a run are made again, wherever it is moved to.
+    """Return the request of a run, from which its inputs can be loaded even after the run is moved.
 
     Args:
-        run: Where the run will lie.
+        run: The final directory of the run.
         fit: The settings of its fit.
     """
     asked = {"function": FUNCTION, "args": {"folder": IN_RUN}, "resolved": {RUN: str(run.resolve())}}
@@ -63,14 +63,14 @@ def request_of(run: Path, fit: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_request(folder: Path, request: dict[str, Any]) -> None:
-    """Write down what a run is made from, where the commands look for it."""
+    """Write the request of a run, which the commands of `eigentrace` read."""
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / REQUEST) as partial:
         partial.write_text(json.dumps(request, indent=2) + "\n")
 
 
 def keep_network(folder: Path, trained: Trained) -> None:
-    """Put the weights, and the labels that were given, into a run."""
+    """Write the weights and the training labels into a run."""
     with replacing(folder / NETWORK) as partial:
         write_tensors(trained.model.state_dict() | {_LABELS: trained.labels}, partial)
 
@@ -86,7 +86,7 @@ def _inputs(model: nn.Module, images: Tensor, labels: Tensor, true_labels: Tenso
 
 
 def new_digits(given: Sequence[Example]) -> et.Data:
-    """Prepare pictures of digits, of any size, and the labels they are asked about with."""
+    """Convert images of digits, of any size, and their labels to the form of the training data."""
     images = torch.stack([_as_digit(example["image"]) for example in given])
     labels = torch.tensor([class_of(example["label"], {}, NUM_CLASSES) for example in given])
     return et.Data(TensorDataset(images, labels))
@@ -97,7 +97,7 @@ def _as_digit(image: bytes | np.ndarray) -> Tensor:  # (1, 28, 28)
     values = torch.from_numpy(pixels.copy()).float() / 255
     if values.ndim == 3:
         values = values[..., :3].mean(dim=2)
-    # The network knows light digits on a dark ground; on paper they are dark.
+    # The network was trained on light digits on a dark background; on paper they are dark.
     edges = torch.cat([values[0], values[-1], values[:, 0], values[:, -1]])
     if edges.mean() > 0.5:
         values = 1 - values

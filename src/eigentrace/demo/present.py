@@ -1,4 +1,4 @@
-"""The demo's results as a report, with the words to read it by."""
+"""The text of the demo's report: title, key figures and explanations of the terms."""
 
 from collections.abc import Sequence
 
@@ -13,43 +13,44 @@ _NOTES = (
     Note(
         "Self-influence",
         "I(x, x) = g(x)ᵀ H⁻¹ g(x), with g(x) the gradient of the loss of training example x and H the "
-        "curvature of the mean training loss. Divided by the number of training examples it predicts how "
-        "much the loss at x would rise, in nats, were x left out of training. High: the network knows this "
-        "example by heart rather than from others like it, as it must with a wrong label or an unusual "
-        "image.",
+        "curvature of the mean training loss. Divided by the number of training examples, it predicts by how "
+        "much the loss at x would rise, in nats, if x were left out of training. It is high for an example "
+        "that the network has memorised instead of learning it from similar ones, such as an example with a "
+        "wrong label or an unusual image.",
     ),
     Note(
         "Sign",
-        "Between two examples, a positive I(x, z) makes x a proponent of z: without x, the loss at z would "
-        "rise. A negative one makes it an opponent. Self-influence is positive wherever the curvature is; "
-        "along a direction with a negative eigenvalue it counts against.",
+        "For two examples, a positive I(x, z) means that x is a proponent of z: without x, the loss at z would "
+        "rise. A negative one means that x is an opponent. Self-influence is positive if all eigenvalues are; "
+        "a direction with a negative eigenvalue lowers it.",
     ),
     Note(
         "AUC and AP",
-        "AUC is the chance that a random wrong label scores above a random right one. AP is the precision "
-        "averaged over the ranking, and stricter at its top. A ranking by chance has 50 and, here, 20.",
+        "AUC is the probability that a random example with a wrong label scores higher than a random one with "
+        "a right label. AP (average precision) depends more on the top of the ranking. A random ranking has "
+        "an AUC of 50% and, in this experiment, an AP of 20%.",
     ),
     Note(
         "Truncated and tail",
-        "Both come from one Arnoldi fit and the same K eigenvectors. Truncated drops all other directions "
-        "of the gradient, as the original method does. Tail keeps them, with the smallest kept eigenvalue "
-        "as their common curvature.",
+        "Both use the same Arnoldi fit and the same K eigenvectors. Truncated ignores all other directions of "
+        "the gradient, as the original method does. Tail includes them, with the smallest kept eigenvalue as "
+        "the curvature of each.",
     ),
     Note(
         "TracIn, RandProj, RandSelect",
-        "Gradient similarity without curvature: the whole gradient, averaged over three moments of training; "
-        "its projection on K random directions; K of its coordinates picked at random.",
+        "Gradient similarity without curvature. TracIn uses whole gradients, averaged over three checkpoints; "
+        "RandProj projects them on K random directions; RandSelect uses K randomly selected components.",
     ),
     Note(
         "Loss",
-        "The loss of each example, no gradients at all. With labels changed at random and a network that "
-        "has not learnt them by heart, it is hard to beat. It says that an example is odd, and cannot say "
-        "which predictions the example is responsible for; influence can.",
+        "The loss of each example, without gradients. For randomly changed labels that the network has not "
+        "memorised, it is hard to beat. It shows that an example is unusual, but unlike influence it cannot "
+        "show which predictions the example affects.",
     ),
     Note(
         "Seconds",
-        "Wall-clock time on the machine that made this page. Fitting happens once; scoring reads every "
-        "training example. Both Arnoldi rows share one fit.",
+        "Wall-clock time on the machine that wrote this page. Fitting is done once; scoring takes a pass over "
+        "the training examples. Both Arnoldi methods share one fit.",
     ),
 )
 
@@ -61,7 +62,7 @@ def make_report(
     eigenvalues: np.ndarray,  # (K,)
     residuals: np.ndarray | None,  # (K,)
 ) -> Report:
-    """Put together what the page of a demo shows; `scores` are those of the last method."""
+    """Assemble the report of a demo; `scores` are those of the last method."""
     examples = _top_examples(trained, scores)
     num_found, num_wrong = sum(e.is_wrong for e in examples), int(trained.is_wrong.sum())
     size = len(trained.labels)
@@ -70,14 +71,13 @@ def make_report(
         lede=(
             f"A convolutional network was trained on {size:,} handwritten digits, after {num_wrong:,} of "
             "their labels had been changed to another digit. Each method below ranks the training images "
-            "using the trained network and the labels it was given, nothing else. Wrong labels should come "
-            "first."
+            "using only the trained network and its training labels. Wrong labels should come first."
         ),
         facts=(
-            Fact(f"{num_found} of {len(examples)}", "images at the top have a wrong label"),
+            Fact(f"{num_found} of {len(examples)}", "top-ranked images have a wrong label"),
             Fact(f"{methods[-1].auc:.1f}%", f"AUC of {methods[-1].method}"),
-            Fact(f"{trained.accuracy.test_true:.1f}%", "of new digits classified correctly"),
-            Fact(f"{trained.num_parameters:,}", "parameters, all attributed"),
+            Fact(f"{trained.accuracy.test_true:.1f}%", "of test digits classified correctly"),
+            Fact(f"{trained.num_parameters:,}", "parameters, all of them used"),
         ),
         methods=methods,
         eigenvalues=eigenvalues,
@@ -90,7 +90,7 @@ def make_report(
 
 
 def _top_examples(trained: Trained, scores: np.ndarray) -> list[Example]:
-    # A stable sort of the negated scores keeps equal ones in the order of the data.
+    # A stable sort of the negated scores keeps ties in the order of the data.
     top = np.argsort(-scores, kind="stable")[:NUM_EXAMPLES]
     return [
         Example(

@@ -1,4 +1,4 @@
-"""The demo from beginning to end: train, attribute with every method, compare, report."""
+"""The whole demo: train a network, score its training data with every method, compare them, write the report."""
 
 import platform
 import time
@@ -28,7 +28,7 @@ DEFAULT_STEPS = 100
 
 @dataclass(frozen=True)
 class Summary:
-    """What a demo found, as written to summary.json."""
+    """The results of a demo, as written to summary.json."""
 
     methods: tuple[MethodRow, ...]
     accuracy: Accuracy
@@ -49,20 +49,20 @@ def run_demo(
     size: int = 6000,
     on_message: Callable[[str], None] = lambda message: None,
 ) -> Summary:
-    """Find wrong labels by self-influence with six methods; write summary.json, report.html and a run to look at.
+    """Find wrong labels by self-influence with six methods; write summary.json, report.html and a run.
 
     Args:
-        out: Folder for the two files and the run; made if need be. An earlier demo in it is replaced; its run is kept
-            under another name if somebody made decisions in it.
-        seed: Decides on the changed labels, the training and the methods' own random numbers.
-        steps: Arnoldi steps. Fewer than 50 also lower the number of directions Arnoldi keeps.
-        sample: Training examples the curvature is taken on.
-        epochs: Passes of training.
-        size: Training images to use; the paper's experiment has 6,000.
-        on_message: Called with a line of text as the work goes on.
+        out: Folder for the two files and the run; created if it does not exist. An earlier demo in it is replaced; if
+            its run contains decisions, the run is renamed instead.
+        seed: Seed of the changed labels, the training and the methods.
+        steps: Number of Arnoldi steps. Fewer than 50 also lower the number of directions that Arnoldi keeps.
+        sample: Number of training examples that the curvature is averaged over.
+        epochs: Number of training epochs.
+        size: Number of training images to use; the paper's experiment has 6,000.
+        on_message: Called with progress messages.
 
     Raises:
-        InputError: If `out` holds files that no demo wrote.
+        InputError: If `out` contains files that no demo wrote.
     """
     claim(out)
     trained = train_on_wrong_labels(seed, epochs, size, on_message)
@@ -81,7 +81,7 @@ def run_demo(
     truncated = fitted.distill(tail=None)
     compare.score("Arnoldi (truncated)", keep, lambda: truncated.self_influence(data), seconds)
     with new_run(out) as folder:
-        scoring = _begun(folder, fitted, inputs, request_of(out / RUN, settings))
+        scoring = _start_run(folder, fitted, inputs, request_of(out / RUN, settings))
         scores = compare.score("Arnoldi (tail)", keep, scoring, seconds)
         keep_network(folder, trained)
         summary = Summary(
@@ -98,8 +98,8 @@ def run_demo(
     return summary
 
 
-def _begun(folder: Path, fitted: et.Fitted, inputs: Inputs, request: dict[str, Any]) -> Callable[[], Tensor]:
-    """Begin a run, and return what scores every example into it: self-influence is among what it holds."""
+def _start_run(folder: Path, fitted: et.Fitted, inputs: Inputs, request: dict[str, Any]) -> Callable[[], Tensor]:
+    """Create a run, and return a function that scores every example into it and returns their self-influence."""
     keep_request(folder, request)
     fitted.save(folder / "fit")
 
@@ -112,19 +112,19 @@ def _begun(folder: Path, fitted: et.Fitted, inputs: Inputs, request: dict[str, A
 
 
 class _Comparison:
-    """Ranks the training data by one method after another and keeps the table of how well each did."""
+    """A table of how well each method ranks the wrong labels, filled one method at a time."""
 
     def __init__(self, data: et.Data, is_wrong: Tensor, on_message: Callable[[str], None]) -> None:
         self.data, self.is_wrong, self.on_message = data, is_wrong, on_message
         self.rows: list[MethodRow] = []
 
     def add(self, name: str, keep: int | None, fit: Callable[[], Any]) -> None:
-        """Fit a method and take it into the table."""
+        """Fit a method, score the training data and add the result to the table."""
         fitted, seconds = self.fit(fit)
         self.score(name, keep, lambda: fitted.self_influence(self.data), seconds)
 
     def fit(self, fit: Callable[[], Any]) -> tuple[Any, float]:
-        """Fit a method, and pass on as messages what it warns about."""
+        """Fit a method, reporting its warnings as messages; return the fit and the seconds it took."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", EigentraceWarning)
             fitted, seconds = _timed(fit)
@@ -136,7 +136,7 @@ class _Comparison:
         return fitted, seconds
 
     def score(self, name: str, keep: int | None, scoring: Callable[[], Tensor], fit_seconds: float) -> Tensor:  # (N,)
-        """Take a fitted method into the table, and return the self-influence of every example."""
+        """Add a fitted method to the table, and return the self-influence of every example."""
         scores, score_seconds = _timed(scoring)
         quality = retrieval(scores, self.is_wrong)
         row = MethodRow(name, keep, 100 * quality.auc, 100 * quality.ap, fit_seconds, score_seconds)
