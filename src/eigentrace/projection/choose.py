@@ -1,4 +1,4 @@
-"""The rule that chooses the engine, portions that fit in memory, and the loop over data behind every score."""
+"""Choose an engine, split batches that do not fit in memory, and project a whole dataset."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,27 +22,27 @@ from eigentrace.task.checks import check_losses, name_loader, note_batch
 from eigentrace.task.derivatives import LACKING, first_supported
 from eigentrace.task.task import Task
 
-# Sizes at which memory is measured, to draw a line through; and the most examples worth taking at once.
+# Batch sizes at which memory is measured for a linear fit, and the largest useful batch.
 _TRIED = (4, 16)
 _MOST = 1024
-# Share of the free memory that a pass may be expected to fill: lengths vary, and caches leave holes.
+# Share of the free memory that a pass may fill: lengths vary, and memory gets fragmented.
 _FILLED = 0.7
 
 
 class Portions:
-    """Puts batches through an engine in portions that fit, and remembers how large these were.
+    """Splits batches into portions that fit in memory, and remembers their size for the next batches.
 
     Args:
-        limit: Examples of a portion at most; all of a batch if not given.
+        limit: Maximum number of examples per portion; None for no limit.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.room: int | None = None
-        """Numbers of its widest tensor that a portion may have: more short examples than long ones fit."""
+        """Maximum number of elements of a portion's largest tensor; None until a batch did not fit."""
 
     def __call__(self, engine: Engine, job: Job, values: Any, size: int) -> Projection:
-        """Project a batch; on running out of memory halve the portion and go on with what is left."""
+        """Project a batch; when memory runs out, halve the portion and continue with the remaining examples."""
         done: list[Projection] = []
         start, width = 0, _width(values, size)
         while start < size:
@@ -58,8 +58,8 @@ class Portions:
                 continue
             if stop - start == 1:
                 raise MemoryLimitError(
-                    f"One example does not fit in the memory of {job.task.layout.device} beside the model and "
-                    f"{job.directions.count} directions. Keep fewer directions (fitted.distill), select fewer "
+                    f"A single example does not fit in the memory of {job.task.layout.device} in addition to the model "
+                    f"and {job.directions.count} directions. Keep fewer directions (fitted.distill), select fewer "
                     "parameters, use Compute(precision='bf16'), or store the directions in host memory "
                     "(Basis(place='host'))."
                 )
@@ -69,12 +69,12 @@ class Portions:
 
 
 def _width(values: Any, size: int) -> int:
-    """Return how many numbers an example has in its widest tensor."""
+    """Return the number of elements per example of the largest tensor."""
     return max((t.numel() // size for t in tensors_of(values) if is_per_example(t, size)), default=1) or 1
 
 
 def _attempt(engine: Engine, job: Job, values: Any, size: int) -> Projection | None:
-    """Return None instead of raising, so that no traceback keeps the failed pass's tensors alive."""
+    """Project, or return None if memory runs out: a traceback would keep the tensors of the failed pass alive."""
     try:
         return engine(job, values, size)
     except torch.OutOfMemoryError:
@@ -85,7 +85,7 @@ def _attempt(engine: Engine, job: Job, values: Any, size: int) -> Projection | N
 
 
 def largest_batch(engine: Engine, job: Job, data: Data) -> int | None:
-    """Estimate how many examples fit a GPU, from the peak memory of a few; None where there is nothing to go by."""
+    """Estimate how many examples fit on a GPU, from the peak memory of small batches; None if unknown."""
     device = job.task.layout.device
     if device.type != "cuda" or not data.can_rebatch or len(data) < 2 * _TRIED[-1]:
         return None
@@ -98,23 +98,23 @@ def largest_batch(engine: Engine, job: Job, data: Data) -> int | None:
             return max(1, count // 2)
         peaks.append(torch.cuda.max_memory_allocated(device) - before)
     each = max(1.0, (peaks[1] - peaks[0]) / (_TRIED[1] - _TRIED[0]))
-    # What is written out in chunks grows up to the budget, whatever the batch.
+    # Temporary tensors that are computed in chunks may grow up to the budget at any batch size.
     room = _FILLED * job.compute.free(device) - job.budget - peaks[0]
     fitting = int(max(_TRIED[0], min(_MOST, room / each)))
     return 2 ** (fitting.bit_length() - 1)
 
 
-# A batch of fewer examples than this no longer fills the machine: per-example passes lose that factor.
+# Smallest batch that uses the hardware fully: with n < 8 examples at a time, per-example passes are 8/n times slower.
 _FULL_BATCH = 8
-# Cost of a pass in units of one forward pass: a JVP carries two, a gradient about three.
+# Cost in units of one forward pass: a JVP costs two, a gradient about three.
 _JVP_COST, _GRADIENT_COST = 2, 3
-# Losses of one example alone and in its batch agree to rounding, in bfloat16 parameters too.
+# Losses of an example alone and in its batch agree within this share, with bfloat16 parameters too.
 _SPLIT_TOL = 5e-2
 _PLURAL = {"loss": "losses", "measurement": "measurements"}
 
 
 def preferred(job: Job) -> tuple[Engine, ...]:
-    """Order the engines for this work, the best first.
+    """Return the engines for a job, best first.
 
     Layerwise reverse mode costs a few training steps, almost regardless of the number of directions. Forward mode costs
     one JVP per direction and batch regardless of the number of parameters, and computes no norms. Per-example reverse
@@ -125,8 +125,8 @@ def preferred(job: Job) -> tuple[Engine, ...]:
     if job.compute.engine == "forward":
         if job.norms:
             raise UnsupportedError(
-                "Forward mode gives no norms of gradients, and this question takes them, as normalize='gradient' and "
-                "scores by whole gradients do. Use Compute(engine='auto'), 'layerwise' or 'reverse'."
+                "Compute(engine='forward') computes no gradient norms, which normalize='gradient' and scores by whole "
+                "gradients need. Use Compute(engine='auto'), 'layerwise' or 'reverse'."
             )
         return (forward,)
     if job.compute.engine == "reverse":
@@ -136,10 +136,10 @@ def preferred(job: Job) -> tuple[Engine, ...]:
 
 
 def note_coverage(task: Task, data: Data) -> None:
-    """Plan on a few examples, so that the task knows which of its parameters a slower engine must serve."""
+    """Plan on a few examples, to record in the task which parameters need a slower engine."""
     batch = data.first(3)
     engine = Layerwise(lambda rest: InTurn(_without_rules(rest)))
-    # A model that no rule fits, or that lacks the memory for three examples, is told so when it is projected.
+    # If no rule applies, or memory does not suffice for three examples, the error is raised when projecting.
     with suppress(*LACKING):
         engine(Job.of(task, "losses"), task.place(batch.values), len(batch))
 
@@ -154,7 +154,7 @@ def _without_rules(job: Job) -> tuple[Engine, ...]:
 
 
 def fitting_batch(job: Job, data: Data) -> int | None:
-    """Return the batch size that `project` would choose, or None where batches are not ours to choose."""
+    """Return the batch size that `project` would choose; None if the data cannot be rebatched."""
     if not data.can_rebatch:
         return None
     if not isinstance(job.compute.batch, str):
@@ -171,14 +171,14 @@ def project(
     rows: range | None = None,
     digests: bool = False,
 ) -> Iterator[tuple[Batch, Projection]]:
-    """Do a job for every example of the data, batch by batch, inside the caller's session.
+    """Run a job on every example of the data, batch by batch, inside the caller's session.
 
     Args:
         job: What to project.
         data: The examples.
-        description: What the progress bar says.
-        rows: Only these, in the batches that a pass over everything would put them in.
-        digests: Whether batches carry the digests of their examples.
+        description: The text of the progress bar.
+        rows: Only these, in the same batches as in a pass over all of the data.
+        digests: Whether batches include the digests of their examples.
     """
     job = replace(job, directions=placed(job.directions, job.task.layout.device, job.compute))
     batch_size = job.compute.batch
@@ -207,7 +207,7 @@ def project(
 
 
 class InTurn:
-    """The first of several engines that the model supports; the next one when a later batch shows that it does not."""
+    """An engine that uses the first of several candidates until it fails on a batch, then the next."""
 
     def __init__(self, candidates: Sequence[Engine]) -> None:
         self.candidates = list(candidates)
@@ -224,11 +224,11 @@ class InTurn:
             except LACKING as error:
                 self._failures.append(f"{engine.__name__}: {error}")  # type: ignore[attr-defined]
                 self.candidates.pop(0)
-        raise UnsupportedError(f"No engine can differentiate this model per example. {' | '.join(self._failures)}")
+        raise UnsupportedError(f"No engine can differentiate this model per example: {' | '.join(self._failures)}")
 
 
 def gradients(job: Job, data: Data) -> Iterator[Tensor]:  # each (b, P)
-    """Yield full per-example gradients: what queries travel as."""
+    """Yield full per-example gradients, chunk by chunk."""
     task = job.task
     take: Any = None
     checked = SplitCheck(job)
@@ -236,7 +236,7 @@ def gradients(job: Job, data: Data) -> Iterator[Tensor]:  # each (b, P)
         values = task.place(batch.values)
         taken: list[Tensor] = []
         try:
-            take = take or _way(job, values, len(batch))
+            take = take or _gradient_function(job, values, len(batch))
             for found in take(job, values, len(batch)):
                 start, size = sum(map(len, taken)), len(found.losses)
                 here, rows = slice(start, start + size), batch.rows[start:][:size]
@@ -252,22 +252,22 @@ def gradients(job: Job, data: Data) -> Iterator[Tensor]:  # each (b, P)
         checked(values, batch, torch.cat(taken))
 
 
-def _way(job: Job, values: Any, size: int) -> Any:
-    """Choose how gradients are taken, on two examples."""
+def _gradient_function(job: Job, values: Any, size: int) -> Any:
+    """Return the first function that computes gradients of two examples without an error."""
     part = select(values, slice(0, 2), size)
     return first_supported(
         (vmapped_gradients, single_gradients),
-        lambda way: list(way(job, part, min(2, size))),
-        lambda way: way.__name__,
-        "No engine can differentiate this model per example. {}",
+        lambda function: list(function(job, part, min(2, size))),
+        lambda function: function.__name__,
+        "No engine can differentiate this model per example: {}",
     )
 
 
 class SplitCheck:
-    """Compares losses of examples taken apart with those of the whole batch, once per way of taking one apart.
+    """A check that losses of single examples equal those of the batch, once per pattern of per-example tensors.
 
-    A tensor belongs to the examples if its first dimension is the batch's size. One that all examples share may have
-    that size by chance (a T × T mask in a last batch of T examples), and cutting it up would give wrong gradients.
+    A tensor is split into examples if its first dimension is the batch size. A tensor shared by all examples may have
+    that size by coincidence (a T × T mask in a last batch of T examples); splitting it would give wrong gradients.
     """
 
     def __init__(self, job: Job) -> None:
@@ -275,17 +275,17 @@ class SplitCheck:
         self.seen: set[tuple[bool, ...]] = set()
 
     def __call__(self, values: Any, batch: Batch, losses: Tensor) -> None:
-        """Check a batch unless its tensors are told apart in a way that has been checked."""
-        ways = tuple(is_per_example(tensor, len(batch)) for tensor in tensors_of(values))
-        if ways in self.seen:
+        """Check a batch unless one with the same pattern of per-example tensors was checked before."""
+        pattern = tuple(is_per_example(tensor, len(batch)) for tensor in tensors_of(values))
+        if pattern in self.seen:
             return
-        self.seen.add(ways)
+        self.seen.add(pattern)
         together = self.job.function(self.job.task.params, values)
         check_losses(together, batch.rows, self.job.name, task=self.job.task, batch=values)
         self._compare(together, losses, batch)
 
     def first_alone(self, values: Any, batch: Batch, together: Tensor) -> None:
-        """Check one example of the first batch alone: a fit looks at losses, and nobody at measurements before."""
+        """Check one example of the first batch alone; used for measurements, which no earlier stage has checked."""
         if self.seen or len(batch) == 1:
             return
         self.seen.add(())
@@ -296,14 +296,15 @@ class SplitCheck:
         self._compare(together[i : i + 1], alone, batch)
 
     def _compare(self, together: Tensor, apart: Tensor, batch: Batch) -> None:
-        # Losses near zero keep no digits in bfloat16: then only those of another size tell.
+        # Losses near zero have no accurate digits in bfloat16: compare on an absolute scale then.
         least = 0.1 if self.job.task.is_bf16 else 1e-6
         gap = float((apart - together).abs().max() / together.abs().max().clamp_min(least))
         if gap > _SPLIT_TOL:
             raise TaskError(
-                f"The {_PLURAL[self.job.name]} of the batch from row {batch.rows[0]} on change by {gap:.2g} of their "
-                f"size when its {len(batch)} examples are taken one at a time. Either they depend on each other, or a "
-                f"tensor that all share has {len(batch)} as its first dimension: give it a leading dimension of 1."
+                f"The {_PLURAL[self.job.name]} of the batch starting at row {batch.rows[0]} differ by {gap:.2g} "
+                f"(relative) when its {len(batch)} examples are evaluated one at a time. Expected the same values: "
+                "either the examples depend on each other (as in batch normalisation in training mode), or a tensor "
+                f"shared by all examples has first dimension {len(batch)}: give it a leading dimension of 1."
             )
 
 
@@ -319,13 +320,13 @@ def _check_finite(good: Tensor, rows: np.ndarray, job: Job) -> None:
     bad = rows[~good.cpu().numpy()]
     if len(bad):
         raise NumericalError(
-            f"The {job.name} is finite but its gradient is not for {len(bad)} examples (first: row {bad[0]}). Check "
-            "the inputs of that row."
+            f"The gradient of the {job.name} is not finite for {len(bad)} examples (first: row {bad[0]}), although the "
+            f"{job.name} is. Check the inputs of that row."
         )
 
 
 def in_chunks(parts: Iterator[Tensor], budget: int) -> Iterator[Tensor]:
-    """Gather gradients (b, P) into pieces of at most `budget` bytes, at least one gradient each."""
+    """Regroup gradients (b, P) into chunks of at most `budget` bytes, or of a single gradient."""
     held: list[Tensor] = []
     for part in parts:
         for gradient in part.split(1):

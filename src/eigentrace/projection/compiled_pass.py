@@ -1,7 +1,7 @@
-"""A whole pass, forward and backward, traced once per shape of batch and compiled.
+"""A forward and backward pass that is traced and compiled once per batch shape.
 
-The pass is traced as it runs, taps and all, into a graph of plain operations; the products with directions stay calls
-of their own, so that the compiler neither sees nor unrolls how they are chunked.
+The pass is traced with its taps into a graph of plain operations. Products with directions are custom operations, so
+that the compiler does not unroll their chunks.
 """
 
 import warnings
@@ -20,13 +20,13 @@ from eigentrace.projection.engine import Job, Projection
 
 Run = Callable[[Job, Any, int], Projection]
 
-# Shapes of batches that are compiled at most; others run as they are. Text comes in many lengths.
+# Maximum number of batch shapes to compile; others run eagerly. Text comes in many lengths.
 _MOST_SHAPES = 4
 
 
 @dataclass
 class CompiledPass:
-    """Runs an engine's pass, compiled from the second batch of a shape on."""
+    """The pass of an engine, compiled from the second batch of each shape on."""
 
     run: Run
     _seen: dict[Any, int] = field(default_factory=dict)
@@ -62,22 +62,23 @@ class CompiledPass:
             found = self.run(own, map_tensors(lambda t: next(remaining), batch), size)
             if found.read:
                 raise UnsupportedError(f"the model reads numbers of its batch ({', '.join(sorted(found.read))})")
-            # What was not asked for is stood for by the losses.
+            # A graph returns tensors only: the losses are placeholders for outputs that were not requested.
             squares, outputs = (found.losses if t is None else t for t in (found.square_norms, found.outputs))
             return found.features, squares, found.losses, outputs
 
         inputs = (list(job.task.detached().values()), list(tensors_of(batch)))
         try:
-            # On one thread: a trace sees what its own thread does.
+            # On one thread, because tracing only records operations of its own thread.
             with torch.autograd.set_multithreading_enabled(False), _using(_Operations()):
                 graph = make_fx(whole)(*inputs)
             compiled = torch.compile(graph, dynamic=False)
             compiled(*inputs)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever ails the compiler, the pass itself still runs
+        except Exception as error:  # any failure of the compiler: the eager pass still works
             warnings.warn(
-                f"The pass over batches of {size} examples could not be compiled and runs as it is: {error}",
+                f"The pass over batches of {size} examples could not be compiled and runs eagerly. Its results are the "
+                f"same; leave out compile=True to avoid this warning. The compiler reported: {error}",
                 EigentraceWarning,
                 stacklevel=2,
             )
@@ -95,7 +96,7 @@ def _using(operations: "_Operations | None") -> Iterator[None]:
 
 
 class _Operations:
-    """Products of outer forms as operations of the compiler's graph."""
+    """Products of `Outer` gradients as custom operations of the traced graph."""
 
     def __init__(self) -> None:
         _define()
@@ -110,7 +111,7 @@ class _Operations:
 
 
 def _side(factor: Factor) -> tuple[Tensor, int]:
-    """Write a factor as a tensor and, for lookups, how many rows there are to pick from."""
+    """Return a factor as a tensor and, for lookups, the number of entries (otherwise 0)."""
     if isinstance(factor, OneHot):
         return factor.index, factor.width
     return factor.take(0, factor.examples).contiguous(), 0
@@ -122,7 +123,7 @@ def _form(left: Tensor, left_width: int, right: Tensor, right_width: int, groups
 
 
 def _define() -> None:
-    """Register the operations, once; not on import, which should change nothing."""
+    """Register the operations unless they are registered; not on import, which should have no side effects."""
     if hasattr(torch.ops.eigentrace, "outer_dot"):
         return
 

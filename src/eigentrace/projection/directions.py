@@ -1,4 +1,4 @@
-"""Directions that gradients are projected on: dense vectors, coordinates, rotated coordinates, or several stacked."""
+"""Directions on which gradients are projected: dense vectors, coordinates, rotated coordinates, or several kinds."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,32 +15,32 @@ from eigentrace.task.layout import Layout
 
 
 class Part(Protocol):
-    """Those of the directions, or that piece of them, which meet one parameter."""
+    """The components of directions along one parameter, for those directions that have any."""
 
     def add(self, form: LayerGradients, out: Tensor, budget: int) -> None:  # (B, K)
-        """Add what one parameter's gradients contribute to the features."""
+        """Add the contribution of the parameter's gradients to the features."""
         ...
 
 
 class Directions(Protocol):
-    """K linear functions of the parameter vector."""
+    """K vectors in parameter space, on which gradients are projected."""
 
     @property
     def count(self) -> int:
-        """K."""
+        """The number of directions, K."""
         ...
 
     def dense(self, start: int, stop: int) -> Tensor:  # (stop - start, P)
-        """Write some of the directions out."""
+        """Return the directions from `start` to `stop` as a matrix."""
         ...
 
     def parts(self, name: str, offset: int = 0) -> Iterator[Part]:
-        """Yield what meets one parameter; the first of these directions stands in column `offset` of the features."""
+        """Yield the parts along one parameter; the first direction writes to column `offset` of the features."""
         ...
 
 
 def apply(directions: Directions, gradients: Mapping[str, Tensor]) -> Tensor:  # {name: (B, *s)} -> (B, K)
-    """Multiply written-out gradients, parameter by parameter so that they are never copied side by side."""
+    """Multiply dense gradients by the directions, parameter by parameter to avoid concatenating them."""
     first = next(iter(gradients.values()))
     wide = reduce(torch.promote_types, (gradient.dtype for gradient in gradients.values()), torch.float32)
     out = torch.zeros(len(first), directions.count, dtype=wide, device=first.device)
@@ -53,74 +53,74 @@ def apply(directions: Directions, gradients: Mapping[str, Tensor]) -> Tensor:  #
 
 @dataclass(frozen=True)
 class DensePart:
-    """A block of columns of dense directions."""
+    """The columns of dense directions that belong to one parameter."""
 
     matrix: Tensor  # (K, p)
     offset: int
 
     def add(self, form: LayerGradients, out: Tensor, budget: int) -> None:
-        """Add the products with the directions."""
+        """Add the products of gradients and directions."""
         self.put(form.dot(self.matrix, budget), out)
 
     def put(self, products: Tensor, out: Tensor) -> None:  # (B, k) -> (B, K)
-        """Add products that were computed elsewhere."""
+        """Add products that are already computed."""
         out[:, self.offset : self.offset + len(self.matrix)] += products.to(out.dtype)
 
 
 @dataclass(frozen=True)
 class DenseDirections:
-    """Directions given as a matrix, in any floating type, on any device."""
+    """Directions stored as a matrix, of any floating-point type, on any device."""
 
     matrix: Tensor  # (K, P)
     layout: Layout
 
     @property
     def count(self) -> int:
-        """K."""
+        """The number of directions, K."""
         return self.matrix.shape[0]
 
     def dense(self, start: int, stop: int) -> Tensor:
-        """Write some of the directions out."""
+        """Return the directions from `start` to `stop` as a matrix."""
         return self.matrix[start:stop].to(self.layout.device, self.layout.dtype)
 
     def parts(self, name: str, offset: int = 0) -> Iterator[Part]:
-        """Yield the columns of one parameter."""
+        """Yield the columns of one parameter, if there are any directions."""
         if self.count:
             yield DensePart(self.matrix[:, self.layout.span(name)], offset)
 
 
 @dataclass(frozen=True)
 class CoordinatePart:
-    """Directions that pick coordinates of one parameter."""
+    """Directions that each select one coordinate of a parameter."""
 
     index: Tensor  # (k,) within the parameter
     columns: Tensor  # (k,)
 
     def add(self, form: LayerGradients, out: Tensor, budget: int) -> None:
-        """Copy the coordinates."""
+        """Add the coordinates to their columns."""
         out[:, self.columns] += form.pick(self.index).to(out.dtype)
 
 
 @dataclass(frozen=True)
 class CoordinateDirections:
-    """Directions that each pick one coordinate: K numbers instead of K × P."""
+    """Directions that each select one coordinate, stored as K indices instead of K × P numbers."""
 
     index: Tensor  # (K,) positions in the flat vector
     layout: Layout
 
     @property
     def count(self) -> int:
-        """K."""
+        """The number of directions, K."""
         return len(self.index)
 
     def dense(self, start: int, stop: int) -> Tensor:
-        """Write some of the directions out."""
+        """Return the directions from `start` to `stop` as a matrix."""
         index = self.index[start:stop].to(self.layout.device)
         directions = torch.zeros(len(index), self.layout.numel, dtype=self.layout.dtype, device=self.layout.device)
         return directions.scatter_(1, index[:, None], 1.0)
 
     def parts(self, name: str, offset: int = 0) -> Iterator[Part]:
-        """Yield the coordinates that lie in one parameter."""
+        """Yield the coordinates of one parameter, if there are any."""
         span = self.layout.span(name)
         here = ((self.index >= span.start) & (self.index < span.stop)).nonzero().squeeze(1)
         if len(here):
@@ -129,16 +129,16 @@ class CoordinateDirections:
 
 
 def none(layout: Layout) -> CoordinateDirections:
-    """Return no directions."""
+    """Return an empty set of directions."""
     return CoordinateDirections(torch.empty(0, dtype=torch.long), layout)
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Which coordinates of one parameter's gradient to take, after turning both of its sides.
+    """Coordinates of one parameter's gradient in a two-sided rotated basis.
 
-    A matrix parameter is read as (L, R): its first dimension, and all others together. A direction is
-    left[:, i] ⊗ right[:, j]; None stands for the natural basis of that side.
+    A parameter is viewed as a matrix (L, R): its first dimension, and all others flattened. A direction is
+    left[:, i] ⊗ right[:, j]; None means the standard basis on that side.
     """
 
     left: Tensor | None  # (L, r)
@@ -146,13 +146,13 @@ class Rotation:
     pairs: Tensor  # (2, k) columns of left and of right
 
     def trimmed(self) -> "Rotation":
-        """Return the same coordinates without the columns that none of them uses."""
+        """Return the same coordinates without unused columns of the bases."""
         left, i = _used(self.left, self.pairs[0])
         right, j = _used(self.right, self.pairs[1])
         return Rotation(left, right, torch.stack([i, j]))
 
     def picked(self, index: Tensor) -> "Rotation":
-        """Return some of the coordinates."""
+        """Return the coordinates with these indices."""
         return Rotation(self.left, self.right, self.pairs[:, index]).trimmed()
 
 
@@ -164,7 +164,7 @@ def _used(basis: Tensor | None, columns: Tensor) -> tuple[Tensor | None, Tensor]
 
 
 def matrix_shape(layout: Layout, name: str) -> tuple[int, int]:
-    """Read a parameter as a matrix: its first dimension, and all others together."""
+    """Return the shape of a parameter viewed as a matrix: its first dimension, and all others flattened."""
     shape = layout.shapes[layout.names.index(name)]
     length = shape[0] if shape else 1
     return length, shape.numel() // max(length, 1)
@@ -172,42 +172,42 @@ def matrix_shape(layout: Layout, name: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class RotatedPart:
-    """Rotated coordinates of one parameter."""
+    """The rotated coordinates of one parameter."""
 
     rotation: Rotation
     shape: tuple[int, int]
     offset: int
 
     def add(self, form: LayerGradients, out: Tensor, budget: int) -> None:
-        """Turn the factors and take the coordinates, some examples at a time where gradients come written out."""
+        """Add the coordinates of the rotated factors, or of rotated dense gradients, some examples at a time."""
         rotation, count = self.rotation, self.rotation.pairs.shape[1]
         if isinstance(form, Outer) and form.groups == 1:
             found = form.rotate(rotation.left, rotation.right, rotation.pairs, budget)
         elif rotation.left is None and rotation.right is None:
             found = form.pick(rotation.pairs[0] * self.shape[1] + rotation.pairs[1])
         else:
-            # Gradients, what turning one side makes of them, and both sides; in at least four bytes each.
+            # Gradients as they are, rotated on one side, and on both sides; at most 8 bytes per number.
             at_once = max(1, budget // (24 * max(self.shape[0] * self.shape[1], 1)))
             starts = range(0, form.examples, at_once)
-            written = [self._of_written(form.write(i, min(i + at_once, form.examples))) for i in starts]
-            found = torch.cat(written)
+            dense = [self._of_dense(form.write(i, min(i + at_once, form.examples))) for i in starts]
+            found = torch.cat(dense)
         out[:, self.offset : self.offset + count] += found.to(out.dtype)
 
-    def _of_written(self, gradients: Tensor) -> Tensor:  # (n, p) -> (n, k)
-        turned = gradients.unflatten(1, self.shape)
+    def _of_dense(self, gradients: Tensor) -> Tensor:  # (n, p) -> (n, k)
+        rotated = gradients.unflatten(1, self.shape)
         if self.rotation.left is not None:
-            turned = self.rotation.left.to(turned.dtype).T @ turned
+            rotated = self.rotation.left.to(rotated.dtype).T @ rotated
         if self.rotation.right is not None:
-            turned = turned @ self.rotation.right.to(turned.dtype)
+            rotated = rotated @ self.rotation.right.to(rotated.dtype)
         i, j = self.rotation.pairs
-        return turned[:, i, j]
+        return rotated[:, i, j]
 
 
 @dataclass(frozen=True)
 class RotatedDirections:
-    """Coordinates of gradients in a two-sided rotated basis, parameter after parameter.
+    """Directions that each select one coordinate of a two-sided rotated basis, in the order of the parameters.
 
-    A direction costs two vectors instead of P numbers, and a thousand of them little more than the rotation.
+    A direction is stored as two vectors instead of P numbers; a thousand of them cost little more than the rotation.
     """
 
     rotations: Mapping[str, Rotation]
@@ -216,11 +216,14 @@ class RotatedDirections:
     def __post_init__(self) -> None:
         unknown = sorted(set(self.rotations) - set(self.layout.names))
         if unknown:
-            raise InputError(f"Rotations are given for {unknown}, which are not among the selected parameters.")
+            raise InputError(
+                f"Got rotations for {unknown}, which are not among the selected parameters. Expected only names "
+                "of selected parameters: leave the others out."
+            )
 
     @property
     def count(self) -> int:
-        """K."""
+        """The number of directions, K."""
         return sum(self.rotations[name].pairs.shape[1] for name in self._names)
 
     @property
@@ -228,7 +231,7 @@ class RotatedDirections:
         return [name for name in self.layout.names if name in self.rotations]
 
     def dense(self, start: int, stop: int) -> Tensor:
-        """Write some of the directions out."""
+        """Return the directions from `start` to `stop` as a matrix."""
         directions = torch.zeros(stop - start, self.layout.numel, dtype=self.layout.dtype, device=self.layout.device)
         offset = 0
         for name in self._names:
@@ -243,7 +246,7 @@ class RotatedDirections:
         return directions
 
     def parts(self, name: str, offset: int = 0) -> Iterator[Part]:
-        """Yield the coordinates of one parameter."""
+        """Yield the coordinates of one parameter, if there are any."""
         for other in self._names:
             rotation = self.rotations[other]
             if other == name:
@@ -251,7 +254,7 @@ class RotatedDirections:
             offset += rotation.pairs.shape[1]
 
     def picked(self, index: Tensor) -> "RotatedDirections":  # (k,) ascending
-        """Return some of the directions."""
+        """Return the directions with these indices."""
         rotations, offset = {}, 0
         for name in self._names:
             count = self.rotations[name].pairs.shape[1]
@@ -272,17 +275,17 @@ def _column(basis: Tensor | None, index: int, size: int, like: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class StackedDirections:
-    """Several kinds of directions, one after the other."""
+    """Several sets of directions, concatenated."""
 
     stacked: Sequence[Directions]
 
     @property
     def count(self) -> int:
-        """K."""
+        """The number of directions, K."""
         return sum(directions.count for directions in self.stacked)
 
     def dense(self, start: int, stop: int) -> Tensor:
-        """Write some of the directions out."""
+        """Return the directions from `start` to `stop` as a matrix."""
         pieces, offset = [], 0
         for directions in self.stacked:
             low, high = max(start - offset, 0), min(stop - offset, directions.count)
@@ -292,7 +295,7 @@ class StackedDirections:
         return torch.cat(pieces)
 
     def parts(self, name: str, offset: int = 0) -> Iterator[Part]:
-        """Yield what meets one parameter, of every kind."""
+        """Yield the parts along one parameter of every set."""
         for directions in self.stacked:
             yield from directions.parts(name, offset)
             offset += directions.count
@@ -300,7 +303,7 @@ class StackedDirections:
 
 @dataclass(frozen=True)
 class NarrowedDirections:
-    """Directions seen by some of the parameters only."""
+    """Directions restricted to some of the parameters."""
 
     directions: Directions
     whole: Layout
@@ -308,14 +311,14 @@ class NarrowedDirections:
 
     @property
     def count(self) -> int:
-        """K."""
+        """The number of directions, K."""
         return self.directions.count
 
     def dense(self, start: int, stop: int) -> Tensor:
-        """Write some of the directions out, without the columns of other parameters."""
+        """Return the directions from `start` to `stop` as a matrix, restricted to the selected parameters."""
         directions = self.directions.dense(start, stop)
         return torch.cat([directions[:, self.whole.span(name)] for name in self.layout.names], dim=1)
 
     def parts(self, name: str, offset: int = 0) -> Iterator[Part]:
-        """Yield what meets one parameter."""
+        """Yield the parts along one parameter."""
         return self.directions.parts(name, offset)

@@ -1,4 +1,4 @@
-"""What every projection engine takes and gives: settings, a job for one batch after the other, and projections."""
+"""The interface of projection engines: compute settings, jobs and projected batches."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -15,26 +15,26 @@ from eigentrace.projection.directions import Directions, none
 from eigentrace.settings import check_counts
 from eigentrace.task.task import Task, Values
 
-# What an engine may take beyond the model's own pass: small enough for a laptop, and on a GPU a share of what is free,
-# since the model's activations need the rest.
+# Default memory budget of an engine, in addition to the model's own pass: small enough for a laptop; on a GPU a share
+# of the free memory, since the activations of the model need the rest.
 _CPU_MEMORY = 512 * 2**20
 _GPU_SHARE = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """How examples go through the model. It decides speed, memory and rounding, never what is computed."""
+    """How passes over the examples run: settings that affect speed, memory and rounding, not what is computed."""
 
     engine: Literal["auto", "layerwise", "forward", "reverse"] = "auto"
-    """"auto" takes layerwise reverse mode where the model has rules for it, and another engine for the rest."""
+    """"auto" uses layerwise reverse mode for all parameters with a layer rule, and another engine for the others."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """"bf16" runs the model under autocast and multiplies directions in bfloat16: faster on a GPU, about two digits."""
     memory: int | float | None = None
-    """Bytes (an integer) or share of the free memory (a fraction) beyond the model's own pass; None for a default."""
+    """Memory in addition to the model's own pass: bytes (int) or a share of the free memory (float); None: default."""
     batch: int | Literal["auto", "data"] = "auto"
-    """Examples per pass: "data" as the data gives them, "auto" as many as fit a GPU. More than fit are split."""
+    """Examples per pass: "data" keeps the data's batches, "auto" fits them to the GPU. Too large ones are split."""
     compile: bool = False
-    """Compile the pass with `torch.compile` for each new shape of batch: minutes at first, faster from then on."""
+    """Compile the pass with `torch.compile`, once per batch shape: this takes minutes, then passes are faster."""
 
     def __post_init__(self) -> None:
         if self.engine not in ("auto", "layerwise", "forward", "reverse"):
@@ -49,7 +49,7 @@ class Compute:
             _check_memory(self.memory)
 
     def budget(self, device: torch.device) -> int:
-        """Bytes an engine may spend beyond the model's own pass."""
+        """Return the bytes that an engine may use in addition to the model's own pass."""
         if isinstance(self.memory, Integral):
             return int(self.memory)
         if self.memory is not None:
@@ -58,7 +58,7 @@ class Compute:
 
     @staticmethod
     def free(device: torch.device) -> int:
-        """Bytes that could still be allocated on a device, what torch's allocator holds in reserve included."""
+        """Return the bytes that can still be allocated on a device, including the reserve of torch's allocator."""
         if device.type == "cuda":
             reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             return torch.cuda.mem_get_info(device)[0] + reserve
@@ -70,7 +70,8 @@ def _check_memory(memory: object) -> None:
     share = isinstance(memory, Real) and not isinstance(memory, Integral) and 0 < float(memory) < 1
     if not (whole or share):
         raise InputError(
-            f"memory must be a number of bytes, or a fraction of the free memory between 0 and 1, got {memory!r}."
+            f"memory must be a number of bytes (int), or a share of the free memory between 0 and 1 (float), got "
+            f"{memory!r}."
         )
 
 
@@ -78,46 +79,46 @@ PerExample = Callable[[Values, Any], Tensor]
 
 
 class Gather(Protocol):
-    """Takes the gradients of every parameter that has a layer rule, as forms, while one pass goes back."""
+    """Receives the gradients of every parameter with a layer rule during one backward pass."""
 
     def receive(self, name: str, form: LayerGradients) -> None:
-        """Take one use's gradients of a parameter."""
+        """Receive the gradients of a parameter from one of its uses."""
         ...
 
     def finish(self) -> None:
-        """Take note that the pass is over."""
+        """Process what is left at the end of the pass."""
         ...
 
 
-# Made for every pass, from how often each parameter sends a gradient and which ones have no rule.
+# Called for every pass, with the number of gradients that each parameter receives, and the parameters without a rule.
 MakeGather = Callable[[Mapping[str, int], Mapping[str, str]], Gather]
 
 
 @dataclass(frozen=True)
 class Projection:
-    """One batch, projected."""
+    """The projection of one batch."""
 
     features: Tensor  # (B, K)
-    square_norms: Tensor | None  # (B,) ‖g(x)‖², where asked for
+    square_norms: Tensor | None  # (B,) ‖g(x)‖², if requested
     losses: Tensor  # (B,) the function that was differentiated
     read: frozenset[str] = frozenset()
-    """Functions by which the model read numbers of the batch into Python, where that is known."""
+    """Names of the functions by which the model read values of the batch into Python, if known."""
     gathered: tuple[Gather, ...] = ()
-    """What the passes of a job with `gather` took, if the layerwise engine did them."""
+    """The `Gather` objects of a job with `gather`, one per pass of the layerwise engine."""
     outputs: Tensor | None = None  # (B, ...)
-    """The model's outputs, of a job that asks for them, where they are one tensor."""
+    """The outputs of the model, if the job requests them and they are a single tensor."""
     is_whole: bool = False
-    """Whether the batch went through the model as it came, and nothing of it was taken apart."""
+    """Whether the batch went through the model unsplit."""
 
     def squares(self) -> Tensor:  # (B,)
-        """Return the squared norms of a job that asked for them."""
+        """Return the squared norms; raise UnsupportedError if the job did not request them."""
         if self.square_norms is None:
-            raise UnsupportedError("This projection carries no gradient norms: ask for them with Job(norms=True).")
+            raise UnsupportedError("This projection has no gradient norms: request them with Job(norms=True).")
         return self.square_norms
 
 
 def joined(parts: list[Projection]) -> Projection:
-    """Put the projections of consecutive parts of a batch together."""
+    """Concatenate the projections of consecutive parts of a batch."""
     if len(parts) == 1:
         return parts[0]
     squares = [part.square_norms for part in parts]
@@ -133,7 +134,7 @@ def joined(parts: list[Projection]) -> Projection:
 
 @dataclass(frozen=True)
 class Job:
-    """What to project: the gradient of a per-example function, on directions, with or without its norm."""
+    """A projection to compute: gradients of a per-example function on directions, with or without their norms."""
 
     task: Task
     function: PerExample
@@ -142,12 +143,12 @@ class Job:
     compute: Compute = field(default_factory=Compute)
     gather: MakeGather | None = None
     name: Literal["loss", "measurement"] = "loss"
-    """What messages call the function."""
+    """The name of the function in messages."""
     outputs: bool = False
-    """Whether projections carry the model's outputs too, which the pass takes the losses from."""
+    """Whether to return the outputs of the model too, from which the losses are computed."""
 
     def evaluate(self, values: Values, batch: Any) -> tuple[Tensor, Tensor | None]:  # (B,), outputs
-        """Evaluate the function, and return the outputs beside it if the job asks for them and they are a tensor."""
+        """Evaluate the function; also return the model's outputs if the job requests them and they are a tensor."""
         if not self.outputs:
             return self.function(values, batch), None
         losses, outputs = self.task.losses_and_outputs(values, batch)
@@ -162,9 +163,9 @@ class Job:
         compute: Compute | None = None,
         outputs: bool = False,
     ) -> "Job":
-        """Make a job whose model runs in the precision of `compute`; without `directions`, it has no features.
+        """Return a job that runs the model in the precision of `compute`; without `directions` it has no features.
 
-        Outputs can be asked for only where the task has them; a measurement of its own is not taken from them.
+        `outputs` is ignored if the task has no outputs, or if `what` is a measurement with its own function.
         """
         compute = compute or Compute()
         task = task.in_bf16() if compute.precision == "bf16" else task
@@ -178,17 +179,17 @@ class Job:
 
     @property
     def budget(self) -> int:
-        """Bytes an engine may spend beyond the model's own pass."""
+        """Return the bytes that an engine may use in addition to the model's own pass."""
         return self.compute.budget(self.task.layout.device)
 
     @property
     def vectors_at_once(self) -> int:
-        """How many gradients or tangents of P numbers fit the budget, with the copy that differentiating makes."""
+        """Return how many gradients or tangents (P,) fit in the budget, including the copies made by autograd."""
         return max(1, self.budget // (2 * self.task.layout.numel * self.task.layout.dtype.itemsize))
 
 
 class Engine(Protocol):
-    """Does a job for one placed batch of `size` examples."""
+    """Runs a job on one batch of `size` examples that is on the device."""
 
     def __call__(self, job: Job, batch: Any, size: int) -> Projection:
         """Project every example of the batch."""

@@ -1,4 +1,4 @@
-"""Forward mode, the paper's way: one Jacobian-vector product per direction, and never a gradient in memory."""
+"""Forward mode, as in the paper: one Jacobian-vector product per direction, without gradients in memory."""
 
 from typing import Any
 
@@ -9,14 +9,16 @@ from torch.func import jvp, vmap
 from eigentrace.errors import UnsupportedError
 from eigentrace.projection.engine import Job, Projection
 
-# Tangents that travel through the model together; each carries its own copy of the activations.
+# Tangents per pass through the model; each needs its own copy of the activations.
 _MOST_DIRECTIONS_AT_ONCE = 8
 
 
 def forward(job: Job, batch: Any, size: int) -> Projection:
-    """Project by pushing each direction forward through the per-example function."""
+    """Project by Jacobian-vector products of the per-example function with each direction."""
     if job.norms:
-        raise UnsupportedError("Forward mode gives no gradient norms: use a reverse-mode engine.")
+        raise UnsupportedError(
+            "Forward mode computes no gradient norms: use Compute(engine='auto'), 'layerwise' or 'reverse'."
+        )
     task, directions, layout = job.task, job.directions, job.task.layout
     at_once = min(_MOST_DIRECTIONS_AT_ONCE, job.vectors_at_once)
     losses, outputs = job.evaluate(task.params, batch)

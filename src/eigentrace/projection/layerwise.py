@@ -1,7 +1,7 @@
-"""Layerwise reverse mode: one forward and one backward pass per batch, and never a whole per-example gradient.
+"""Layerwise reverse mode: one forward and one backward pass per batch, without full per-example gradients.
 
-Each use of a parameter yields the gradients of all examples as a form; the form is multiplied with the parameter's
-piece of the directions and dropped before the backward pass continues. Parameters without a rule use another engine.
+Each use of a parameter yields the gradients of all examples in a compact form, which is multiplied by the parameter's
+part of the directions and freed before the backward pass continues. Parameters without a rule use another engine.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,24 +24,24 @@ from eigentrace.projection.directions import DensePart, NarrowedDirections, Part
 from eigentrace.projection.engine import Engine, Gather, Job, Projection
 from eigentrace.task.task import Values
 
-# Examples that planning looks at, at first and when a later batch shows something new.
-_LOOKED_AT, _LOOKED_AT_AGAIN = 3, 32
-# Largest disagreement with ordinary gradients, relative to the parameter's own or to its share of the whole.
+# Number of examples used for planning: at first, and again when a later batch deviates from the plan.
+_PLANNED_ON, _REPLANNED_ON = 3, 32
+# Maximum difference from ordinary gradients, relative to the parameter's gradient or to its share of the full one.
 _CHECK_TOL = {torch.float64: 1e-6, torch.float32: 1e-2}
 _BF16_CHECK_TOL = 0.2
 _SMALL_SHARE = 1e-2
-# What rounding may do between a batch and one of its examples by itself, to gradients and to losses.
+# Tolerances for rounding differences between an example in its batch and alone, for gradients and for losses.
 _AUDIT_TOL, _BF16_AUDIT_TOL = {torch.float64: 1e-6, torch.float32: 1e-3}, 0.05
 _SAME_LOSS = 1e-2
-# Small gradients that are put aside to be multiplied together: 256 MiB.
-_MOST_HELD = 2**28
-# The first batches, all of which are audited.
-_ALL_AUDITED = 2
+# Bytes of small gradients that are collected to be multiplied together: 256 MiB.
+_MOST_COLLECTED = 2**28
+# Number of first batches in which several examples are audited.
+_THOROUGHLY_AUDITED = 2
 
 
 @dataclass
-class Collected:
-    """What one pass gathers for a batch."""
+class Accumulator:
+    """Features, squared norms and gathered gradients of a batch, accumulated during one backward pass."""
 
     job: Job
     features: Tensor  # (B, K)
@@ -54,36 +54,36 @@ class Collected:
     small: dict[str, Tensor] = field(default_factory=dict)
 
     def receive(self, watched: Watched, form: LayerGradients) -> None:
-        """Multiply a gradient with its piece of the directions; keep it only while it waits for others."""
+        """Multiply a gradient by its part of the directions; keep it only if its norm needs other uses too."""
         for name, own in parameter_gradients(watched, form):
             if name in self.skipped:
                 continue
             if self.gather is not None:
                 self.gather.receive(name, own)
             if isinstance(own, Direct) and self.uses[name] == 1:
-                self._hold(name, own)
+                self._collect(name, own)
             elif self.squares is not None and self.uses[name] == 1 and isinstance(own, Outer):
                 self._multiply_and_square(own, list(self.job.directions.parts(name)))
             else:
                 self._multiply(own, self.job.directions.parts(name))
                 if self.squares is not None:
-                    self._wait(name, own)
+                    self._add_norms_when_complete(name, own)
 
     def finish(self) -> None:
-        """Multiply what is held, and take the norms of what never got all the gradients it was waiting for."""
-        self._release()
+        """Multiply what is collected, and add the norms of parameters with fewer gradients than planned."""
+        self._multiply_collected()
         if self.gather is not None:
             self.gather.finish()
         for name in list(self.waiting):
-            self._settle(name)
+            self._add_norms(name)
 
-    def _hold(self, name: str, form: Direct) -> None:
-        """Put a small gradient aside: a hundred of them side by side are one product instead of a hundred."""
+    def _collect(self, name: str, form: Direct) -> None:
+        """Collect a small gradient: a hundred of them are then multiplied by one matrix product."""
         self.small[name] = form.value
-        if sum(value.nbytes for value in self.small.values()) > min(self.budget, _MOST_HELD):
-            self._release()
+        if sum(value.nbytes for value in self.small.values()) > min(self.budget, _MOST_COLLECTED):
+            self._multiply_collected()
 
-    def _release(self) -> None:
+    def _multiply_collected(self) -> None:
         groups: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for name, value in self.small.items():
             for part in self.job.directions.parts(name):
@@ -95,8 +95,8 @@ class Collected:
             values, directions = (torch.cat(side, dim=1) for side in zip(*pairs, strict=True))
             DensePart(directions, offset).add(Direct(values), self.features, self.budget)
         if self.squares is not None and self.small:
-            everything = Direct(torch.cat(list(self.small.values()), dim=1))
-            self.squares += everything.square_norms(self.budget).to(self.squares.dtype)
+            concatenated = Direct(torch.cat(list(self.small.values()), dim=1))
+            self.squares += concatenated.square_norms(self.budget).to(self.squares.dtype)
         self.small.clear()
 
     def _multiply(self, form: LayerGradients, parts: Iterable[Part]) -> None:
@@ -112,36 +112,36 @@ class Collected:
             squares = form.square_norms(self.budget)
         self.squares += squares.to(self.squares.dtype)  # type: ignore[operator,union-attr]
 
-    def _wait(self, name: str, form: LayerGradients) -> None:
-        together = self.waiting.setdefault(name, [])
-        together.append(form)
-        if len(together) == self.uses[name]:
-            self._settle(name)
+    def _add_norms_when_complete(self, name: str, form: LayerGradients) -> None:
+        forms = self.waiting.setdefault(name, [])
+        forms.append(form)
+        if len(forms) == self.uses[name]:
+            self._add_norms(name)
 
-    def _settle(self, name: str) -> None:
+    def _add_norms(self, name: str) -> None:
         self.squares += square_norms(self.waiting.pop(name), self.budget).to(self.squares.dtype)  # type: ignore[operator,union-attr]
 
 
 @dataclass
-class Way:
-    """One way in which the model was seen to treat its batches, and what follows from it."""
+class PlannedPass:
+    """A pass by a plan for one way in which the model processes its batches, compiled if requested."""
 
     plan: Plan
     rest: Engine | None
-    """For the parameters without a rule, if there are any."""
+    """The engine for the parameters without a rule, if there are any."""
     compiled: CompiledPass
 
     def __call__(self, job: Job, batch: Any, size: int) -> Projection:
         """Project every example of the batch on the parameters that have rules."""
-        run = self.compiled if job.compute.compile else self.plainly
+        run = self.compiled if job.compute.compile else self.eager
         return run(job, batch, size)
 
-    def plainly(self, job: Job, batch: Any, size: int) -> Projection:
-        """Do so without compiling anything."""
+    def eager(self, job: Job, batch: Any, size: int) -> Projection:
+        """Project without compilation."""
         return tapped(self.plan, job, batch, size)
 
-    def with_rest(self, job: Job, batch: Any, size: int, found: Projection) -> Projection:
-        """Add what the other parameters contribute."""
+    def add_rest(self, job: Job, batch: Any, size: int, found: Projection) -> Projection:
+        """Add the contributions of the parameters without a rule."""
         if self.rest is None:
             return found
         other = self.rest(narrowed(job, list(self.plan.without_rule)), batch, size)
@@ -151,10 +151,10 @@ class Way:
 
 
 class Layerwise:
-    """The engine for one job: it plans on the first batch it sees, and again whenever the model does something new.
+    """The layerwise engine for one job: plans on the first batch, and again if the model deviates from all plans.
 
     Args:
-        rest: Makes the engine for a job of the parameters without a rule.
+        rest: Returns the engine for a job on the parameters without a rule.
     """
 
     __name__ = "layerwise"
@@ -163,57 +163,57 @@ class Layerwise:
         self._make_rest = rest
         self._batches = 0
         self._all_audited = True
-        self._ways: list[Way] = []
+        self._passes: list[PlannedPass] = []
 
     def __call__(self, job: Job, batch: Any, size: int) -> Projection:
         """Project every example of the batch."""
-        for way in list(self._ways):
-            if way.plan.distinct >= min(size, _LOOKED_AT):
+        for planned in list(self._passes):
+            if planned.plan.distinct >= min(size, _PLANNED_ON):
                 try:
-                    found = way(job, batch, size)
+                    found = planned(job, batch, size)
                 except UnplannedError:
                     continue
-                self._ways.remove(way)
-                self._ways.insert(0, way)
+                self._passes.remove(planned)
+                self._passes.insert(0, planned)
                 break
         else:
-            found = self._in_a_new_way(job, batch, size)
+            found = self._with_new_plan(job, batch, size)
         self._audit(job, batch, size, found)
-        return self._ways[0].with_rest(job, batch, size, found)
+        return self._passes[0].add_rest(job, batch, size, found)
 
-    def _in_a_new_way(self, job: Job, batch: Any, size: int) -> Projection:
-        """Plan on this batch; what its examples do not show while planning is left to another engine."""
+    def _with_new_plan(self, job: Job, batch: Any, size: int) -> Projection:
+        """Plan on this batch and project it; parameters that deviate even so are left to another engine."""
         known: dict[str, str] = {}
         while True:
-            way = self._plan(job, batch, size, known)
+            planned = self._plan(job, batch, size, known)
             try:
-                found = way(job, batch, size)
+                found = planned(job, batch, size)
             except UnplannedError as error:
                 if known.keys() >= set(error.roots):
                     raise UnsupportedError(error.message) from None
                 known.update(dict.fromkeys(error.roots, error.message))
             else:
-                self._ways.insert(0, way)
+                self._passes.insert(0, planned)
                 return found
 
-    def _plan(self, job: Job, batch: Any, size: int, known: Mapping[str, str]) -> Way:
+    def _plan(self, job: Job, batch: Any, size: int, known: Mapping[str, str]) -> PlannedPass:
         try:
-            plan = make_plan(job, batch, size, known, _LOOKED_AT_AGAIN if self._ways else _LOOKED_AT)
+            plan = make_plan(job, batch, size, known, _REPLANNED_ON if self._passes else _PLANNED_ON)
         except torch.OutOfMemoryError:
             if size > 1:
                 raise
-            raise UnsupportedError("planning needs room for two examples at a time") from None
+            raise UnsupportedError("planning needs memory for two examples at a time") from None
         job.task.note_engines(plan.without_rule)
         if plan.without_rule.keys() >= job.task.params.keys():
             reasons = sorted(set(plan.without_rule.values()))
             raise UnsupportedError(f"no parameter has a layer rule ({'; '.join(reasons)})")
         rest = self._make_rest(narrowed(job, list(plan.without_rule))) if plan.without_rule else None
-        return Way(plan, rest, CompiledPass(lambda job, batch, size: tapped(plan, job, batch, size)))
+        return PlannedPass(plan, rest, CompiledPass(lambda job, batch, size: tapped(plan, job, batch, size)))
 
     def _audit(self, job: Job, batch: Any, size: int, found: Projection) -> None:
-        """Compare examples of the 1st, 2nd, 4th, 8th, … batch with themselves alone, where nothing can be confused."""
+        """Compare examples of the 1st, 2nd, 4th, 8th, … batch with the same examples alone, where none are mixed up."""
         self._batches += 1
-        # A model that reads lists of numbers out of its batch may sort by them, unseen: every batch is looked at then.
+        # A model that reads lists of values from its batch may sort by them unnoticed: audit every batch then.
         due = not self._batches & (self._batches - 1) or bool(found.read & READ_MANY)
         if size == 1:
             return
@@ -221,55 +221,57 @@ class Layerwise:
             self._all_audited = False
             return
         listed = bool(found.read & READ_MANY)
-        several = listed or self._batches <= _ALL_AUDITED
+        several = listed or self._batches <= _THOROUGHLY_AUDITED
         for example in {0, size - 1, self._batches % size} if several else {self._batches % size}:
-            # Among copies of itself an example meets the same shapes and kernels: what rounding did is the same, too.
+            # A batch of copies of the example has the same shapes and kernels, and therefore the same rounding errors.
             if (
-                not self._is_as_trained(job, batch, size, found, example)
-                and self._differs(job, batch, size, found, example, 1)
-                and self._differs(job, batch, size, found, example, size)
+                not self._equals_own_gradient(job, batch, size, found, example)
+                and self._differs_from_copies(job, batch, size, found, example, 1)
+                and self._differs_from_copies(job, batch, size, found, example, size)
             ):
-                self._give_up(
-                    f"example {example} of batch {self._batches} has other gradients among the {size} than by itself: "
-                    "the model moves examples in a way that rules cannot follow"
+                self._stop(
+                    f"example {example} of batch {self._batches} has other gradients in its batch of {size} than "
+                    "alone: the model moves examples in a way that the layer rules cannot follow"
                 )
 
-    def _is_as_trained(self, job: Job, batch: Any, size: int, found: Projection, example: int) -> bool:
-        """Tell whether an example's numbers are those of its gradient alone, taken as in training.
+    def _equals_own_gradient(self, job: Job, batch: Any, size: int, found: Projection, example: int) -> bool:
+        """Return whether the projection of an example is that of its gradient alone, computed as in training.
 
-        That is the whole truth about an example and costs less than a tapped pass. Where it says no, rounding may be
-        the reason (bfloat16 and TF32 round both in their own ways), and tapped passes decide.
+        This is the definitive check and costs less than a tapped pass. If it fails, the reason may be rounding
+        (bfloat16 and TF32 round the two differently), and tapped passes decide.
         """
-        task, without = job.task, self._ways[0].plan.without_rule
+        task, without = job.task, self._passes[0].plan.without_rule
         if task.is_bf16 or 2 * task.layout.numel * task.layout.dtype.itemsize > job.budget:
             return False
         alone = _gradients(job, select(batch, slice(example, example + 1), size))
-        # Last ones first, as a backward pass meets them: directions that are streamed come in that order.
-        ruled = {name: alone[name][None] for name in reversed(alone) if name not in without}
-        if not ruled:
+        # In reverse, the order of a backward pass, in which streamed directions are prefetched.
+        with_rule = {name: alone[name][None] for name in reversed(alone) if name not in without}
+        if not with_rule:
             return False
-        norm = torch.stack([torch.linalg.vector_norm(g, dtype=task.layout.dtype) for g in ruled.values()]).norm()
-        features = apply(job.directions, ruled)[0].to(task.layout.dtype)
-        mine = features if found.square_norms is None else torch.cat([features, norm[None]])
-        return not _is_other(mine, found, example, _AUDIT_TOL[task.layout.dtype])
+        norm = torch.stack([torch.linalg.vector_norm(g, dtype=task.layout.dtype) for g in with_rule.values()]).norm()
+        features = apply(job.directions, with_rule)[0].to(task.layout.dtype)
+        own = features if found.square_norms is None else torch.cat([features, norm[None]])
+        return not _is_different(own, found, example, _AUDIT_TOL[task.layout.dtype])
 
-    def _differs(self, job: Job, batch: Any, size: int, found: Projection, example: int, copies: int) -> bool:
-        """Tell whether copies of an example by themselves give other numbers than it got in its batch."""
+    def _differs_from_copies(
+        self, job: Job, batch: Any, size: int, found: Projection, example: int, copies: int
+    ) -> bool:
+        """Return whether a batch of copies of an example gives another projection than its own batch."""
         job = replace(job, gather=None)
         try:
-            own = self._ways[0].plainly(job, select(batch, torch.full((copies,), example), size), copies)
+            own = self._passes[0].eager(job, select(batch, torch.full((copies,), example), size), copies)
         except UnplannedError:
-            return False  # by itself it is treated in another way
+            return False  # alone, the model processes it differently
         if float((own.losses[0] - found.losses[example]).abs()) > _SAME_LOSS * float(found.losses.abs().max()):
-            return False  # something that all examples share was cut up with them: this is another example
+            return False  # a tensor shared by all examples was split with them, so this is not the same example
         tol = _BF16_AUDIT_TOL if job.task.is_bf16 else _AUDIT_TOL[job.task.layout.dtype]
-        return _is_other(_with_norms(own)[0], found, example, tol)
+        return _is_different(_with_norms(own)[0], found, example, tol)
 
-    def _give_up(self, why: str) -> NoReturn:
-        """Leave the job to other engines while every batch so far was looked at; later, nothing less than stop."""
+    def _stop(self, reason: str) -> NoReturn:
+        """Raise UnsupportedError, to use another engine, if all batches were audited; otherwise NumericalError."""
         if self._all_audited:
-            raise UnsupportedError(why)
-        raise NumericalError(f"{why}. Earlier batches may be wrong, too: use Compute(engine='reverse').")
+            raise UnsupportedError(reason)
+        raise NumericalError(f"{reason}. Earlier batches may be wrong too: run again with Compute(engine='reverse').")
 
 
 def _with_norms(found: Projection) -> Tensor:  # (B, K + 1)
@@ -278,21 +280,21 @@ def _with_norms(found: Projection) -> Tensor:  # (B, K + 1)
     return torch.cat([found.features, found.square_norms.sqrt()[:, None]], dim=1)
 
 
-def _is_other(mine: Tensor, found: Projection, example: int, tol: float) -> bool:  # (K + 1,)
-    """Compare an example's numbers with those it got in its batch."""
-    everything = _with_norms(found)
-    scale = float(everything.abs().max()) if everything.numel() else 0.0
-    return float((mine - everything[example]).norm()) > tol * max(float(mine.norm()), _SMALL_SHARE * scale)
+def _is_different(own: Tensor, found: Projection, example: int, tol: float) -> bool:  # (K + 1,)
+    """Return whether an example's own features and norm differ from those in its batch."""
+    of_batch = _with_norms(found)
+    scale = float(of_batch.abs().max()) if of_batch.numel() else 0.0
+    return float((own - of_batch[example]).norm()) > tol * max(float(own.norm()), _SMALL_SHARE * scale)
 
 
 def tapped(plan: Plan, job: Job, batch: Any, size: int) -> Projection:
-    """Project every example of a batch by one forward and one backward pass, as planned."""
+    """Project every example of a batch by one forward and one backward pass, according to the plan."""
     layout = job.task.layout
     features = torch.zeros(size, job.directions.count, dtype=layout.dtype, device=layout.device)
     squares = torch.zeros(size, dtype=layout.dtype, device=layout.device) if job.norms else None
     gather = None if job.gather is None else job.gather(plan.uses, plan.without_rule)
-    collected = Collected(job, features, squares, job.budget, plan.uses, plan.without_rule, gather)
-    taps = Taps(plan, size, layout.device, collected.receive)
+    accumulator = Accumulator(job, features, squares, job.budget, plan.uses, plan.without_rule, gather)
+    taps = Taps(plan, size, layout.device, accumulator.receive)
     values, outputs = job.task.detached(), list[Tensor | None]()
 
     def function(part: Any) -> Tensor:
@@ -302,40 +304,40 @@ def tapped(plan: Plan, job: Job, batch: Any, size: int) -> Projection:
 
     with kernels(job):
         losses = taps.run(job.task.params, batch, function, job.task.is_bf16)
-    collected.finish()
+    accumulator.finish()
     gathered = () if gather is None else (gather,)
     return Projection(features, squares, losses, taps.read, gathered, outputs[0], is_whole=True)
 
 
 def kernels(job: Job) -> AbstractContextManager[None]:
-    """Allow fused attention where rounding is coarse anyway: one derivative is all this engine needs."""
+    """Allow fused attention in bfloat16: it supports first derivatives, which suffice here."""
     if not job.task.is_bf16:
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def narrowed(job: Job, names: list[str]) -> Job:
-    """Return the same job for some of the parameters, the others held where they are."""
+    """Return the same job for some of the parameters, with the others held constant."""
     task = job.task.narrowed(names)
-    everything = job.task.params
+    all_params = job.task.params
 
     def function(values: Values, batch: Any) -> Tensor:
-        return job.function({**everything, **values}, batch)
+        return job.function({**all_params, **values}, batch)
 
     directions = NarrowedDirections(job.directions, job.task.layout, task.layout)
     return replace(job, task=task, function=function, directions=directions, outputs=False)
 
 
-def make_plan(job: Job, batch: Any, size: int, known: Mapping[str, str], most: int = _LOOKED_AT) -> Plan:
-    """See on a few examples where the batch lies in each use of a parameter, and check every rule against gradients.
+def make_plan(job: Job, batch: Any, size: int, known: Mapping[str, str], most: int = _PLANNED_ON) -> Plan:
+    """Locate the examples in each use of a parameter by running a few of them, and check all rules against gradients.
 
     Args:
-        job: What is differentiated.
-        batch: A placed batch of `size` examples.
+        job: The function to differentiate, and its task.
+        batch: A batch of `size` examples that is on the device.
         size: B.
         known: Parameters already known to have no rule.
-        most: How many examples to look at. The same ones are seen once and twice over, so that a model which looks at
-            its batch (are all masks full?) does the same for both.
+        most: Maximum number of examples to use. They are run once, and again repeated twice, so that a model that
+            depends on its batch (are all masks full?) behaves the same in both runs.
     """
     params, values = job.task.params, job.task.detached()
     count = min(size, most)
@@ -346,14 +348,14 @@ def make_plan(job: Job, batch: Any, size: int, known: Mapping[str, str], most: i
         try:
             again = survey(params, twice, lambda b: job.function(values, b), job.task.is_bf16)
         except (ValueError, IndexError) as error:
-            # Its examples lie elsewhere than along the first dimension: other engines need no batch of another size.
-            raise UnsupportedError(f"the same examples twice over fail ({error})") from error
-        plan = Plan.of(once, again, len(index), 2 * len(index), min(size, _LOOKED_AT))
+            # The examples may not be along the first dimension; other engines do not change the batch size.
+            raise UnsupportedError(f"the model fails on a batch with each example repeated ({error})") from error
+        plan = Plan.of(once, again, len(index), 2 * len(index), min(size, _PLANNED_ON))
         return _checked(job, replace(plan, without_rule=known), part, len(index))
 
 
 def _checked(job: Job, plan: Plan, part: Any, size: int) -> Plan:
-    """Compare tapped gradients with ordinary ones; a parameter that disagrees, or has no rule, is left to others."""
+    """Compare tapped gradients with ordinary ones; parameters that differ or have no rule are left to other engines."""
     forms: dict[str, list[LayerGradients]] = {name: [] for name in job.task.params}
 
     def receive(watched: Watched, form: LayerGradients) -> None:
@@ -373,17 +375,17 @@ def _checked(job: Job, plan: Plan, part: Any, size: int) -> Plan:
         whole = torch.stack([torch.zeros(()), *(g.float().norm().cpu() for g in gradients.values())]).norm()
         for name, value in job.task.params.items():
             if name in gradients and name not in taps.sent:
-                without.setdefault(name, "it is used where no function shows it")
+                without.setdefault(name, "it is used outside of the functions that can be watched")
             elif name in taps.sent and name not in without:
                 gradient = gradients.get(name, torch.zeros_like(value))
                 if not _agrees(job, forms[name], example, gradient, whole):
-                    without[name] = "the rules disagree with its gradient"
+                    without[name] = "the layer rules disagree with its gradient"
     uses = {name: count for name, count in taps.sent.items() if name not in without}
     return replace(plan, without_rule=without, uses=uses, checked=True)
 
 
 def _gradients(job: Job, one: Any) -> dict[str, Tensor]:
-    """Differentiate one example as in training; parameters that it does not reach are left out."""
+    """Differentiate the loss of one example as in training; unused parameters are left out."""
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in job.task.params.items() if value.numel()}
         loss = job.function({**job.task.params, **leaves}, one).sum()

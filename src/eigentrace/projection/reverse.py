@@ -1,4 +1,4 @@
-"""Per-example reverse mode: full gradients of a few examples at a time, the plain reference."""
+"""Per-example reverse mode: full gradients of a few examples at a time, the reference for other engines."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -19,29 +19,29 @@ from eigentrace.task.task import Values
 
 @dataclass(frozen=True)
 class Gradients:
-    """Whole gradients of a few examples."""
+    """Full gradients of a few examples."""
 
     by_name: dict[str, Tensor]  # each (b, *s)
     losses: Tensor  # (b,) the function that was differentiated
     outputs: Tensor | None = None  # (b, ...)
-    """The model's outputs, of a job that asks for them, where they are one tensor."""
+    """The outputs of the model, if the job requests them and they are a single tensor."""
 
 
 def vmapped(job: Job, batch: Any, size: int) -> Projection:
-    """Project gradients taken by `vmap(grad)`, as many examples at once as fit."""
+    """Project gradients computed by `vmap(grad)`, for as many examples at a time as fit in memory."""
     return _project(job, vmapped_gradients(job, batch, size))
 
 
 def one_by_one(job: Job, batch: Any, size: int) -> Projection:
-    """Project gradients taken one example at a time: slow, and right wherever the model can be trained at all."""
+    """Project gradients computed one example at a time: slow, but correct for every model that can be trained."""
     return _project(job, single_gradients(job, batch, size))
 
 
 def vmapped_gradients(job: Job, batch: Any, size: int) -> Iterator[Gradients]:
-    """Yield per-example gradients of consecutive parts of the batch."""
+    """Yield per-example gradients of consecutive parts of the batch, by `vmap(grad)`."""
     tensors, rebuild = split(batch, size)
     if not tensors:
-        raise UnsupportedError(f"no tensor of the batch has its {size} examples along the first dimension")
+        raise UnsupportedError(f"no tensor of the batch has the {size} examples along its first dimension")
 
     def value(params: Values, example: list[Tensor]) -> tuple[Tensor, Tensor | tuple[()]]:
         losses, outputs = job.evaluate(params, rebuild_one(example))
@@ -73,13 +73,13 @@ def _project(job: Job, parts: Iterator[Gradients]) -> Projection:
     found = []
     for gradients in parts:
         features = apply(job.directions, gradients.by_name)
-        squares = whole_square_norms(gradients.by_name).to(features.dtype) if job.norms else None
+        squares = total_square_norms(gradients.by_name).to(features.dtype) if job.norms else None
         found.append(Projection(features, squares, gradients.losses, outputs=gradients.outputs))
     return joined(found)
 
 
-def whole_square_norms(gradients: dict[str, Tensor]) -> Tensor:  # (b,)
-    """Sum the squares of each example's gradient over all parameters."""
+def total_square_norms(gradients: dict[str, Tensor]) -> Tensor:  # (b,)
+    """Return the squared norm of each example's gradient over all parameters."""
     squares = [
         g.reshape(len(g), -1).float() if g.dtype.itemsize < 4 else g.reshape(len(g), -1) for g in gradients.values()
     ]
