@@ -11,6 +11,7 @@ from eigentrace import __version__, cli
 from eigentrace.cli import commands
 from eigentrace.demo.report import MethodRow
 from eigentrace.errors import InputError
+from tests.helpers.expecting import expect_mentions, refused
 
 
 def run(monkeypatch, *arguments):
@@ -60,10 +61,8 @@ def test_without_typer_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(builtins, "__import__", without_typer)
     message = run(monkeypatch, "--help")
     # A text handed to sys.exit goes to stderr and makes the code 1.
-    assert message == (
-        "eigentrace: the command line needs the package typer, which is not installed. "
-        'Install it in the clone: pip install -e ".[cli]"'
-    )
+    assert message.startswith("eigentrace: ")
+    expect_mentions(message, ["typer", 'pip install -e ".[cli]"'])
     assert capsys.readouterr().out == ""
 
 
@@ -72,7 +71,7 @@ def test_other_missing_packages_are_not_mistaken_for_typer(monkeypatch):
         raise ModuleNotFoundError("No module named 'rich'", name="rich")
 
     monkeypatch.setattr(cli, "_make_app", broken)
-    with pytest.raises(ModuleNotFoundError, match="rich"):
+    with refused(ModuleNotFoundError, "rich"):
         cli.main()
 
 
@@ -90,7 +89,7 @@ def test_errors_are_one_line_on_stderr(monkeypatch, capsys):
 def test_the_real_refusal_reaches_the_user(monkeypatch, capsys, tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     assert run(monkeypatch, "demo", "--out", str(tmp_path)) == 2
-    assert "give a new or empty folder" in capsys.readouterr().err
+    expect_mentions(capsys.readouterr().err, [tmp_path])
 
 
 def test_bad_steps_are_refused(monkeypatch, capsys):
@@ -111,13 +110,10 @@ def test_demo_prints_progress_the_table_and_where_to_look(monkeypatch, capsys, t
     assert lines[0] == "working with seed 3 and 7 steps"
     assert lines[2].startswith("method")
     assert lines[3].startswith("Loss")
-    assert lines[5:] == [
-        f"Numbers: {tmp_path / 'here' / 'summary.json'}",
-        f"Report:  {tmp_path / 'here' / 'report.html'}",
-        f"Open it in a browser: {(tmp_path / 'here' / 'report.html').as_uri()}",
-        f"Look at every example: eigentrace serve {tmp_path / 'here' / 'run'} --open",
-        "",
-    ]
+    out = tmp_path / "here"
+    places = [out / "summary.json", out / "report.html", (out / "report.html").as_uri()]
+    for line, place in zip(lines[5:], [*places, f"eigentrace serve {out / 'run'} --open", ""], strict=True):
+        assert line.endswith(str(place))
 
 
 def test_the_default_of_steps_is_the_demo_s_own():
