@@ -1,1 +1,1 @@
-"""What benchmarks and experiments share: measuring, results that merge, pages, and the models that are measured."""
+"""Shared by benchmarks and experiments: measurements, mergeable results, generated pages, and models to measure."""

@@ -1,4 +1,4 @@
-"""CIFAR-10 as numpy files that hold differences between neighbours and colours."""
+"""Read CIFAR-10 from NumPy files in which pixels are stored as differences between neighbours and colours."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def read_cifar_shard(path: Path) -> tuple[Tensor, Tensor]:  # (5000, 3, 32, 32), (5000,)
-    """Undo the differences; return images of mean 0 and variance 1, and their classes."""
+    """Decode one file; return images of mean 0 and variance 1, and their classes."""
     with np.load(path) as file:
         pixels = np.cumsum(np.cumsum(file["d"], 2, dtype=np.uint8), 3, dtype=np.uint8)
         labels = torch.from_numpy(file["y"].astype(np.int64))

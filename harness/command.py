@@ -1,4 +1,4 @@
-"""The command line of benchmarks and experiments: measure what is asked for, merge what was found, render it."""
+"""The command line of benchmarks and experiments: measure, merge results, render pages."""
 
 import argparse
 import platform
@@ -16,40 +16,40 @@ from harness.record import read, stem, taking_turns
 from harness.refusal import check_place
 from harness.screen import shown_tables
 
-# Where a command read and wrote is the business of one machine, and not recorded; nor is what changes no number.
+# Options that are not recorded: paths, which depend on the machine, and options that do not affect results.
 _PLACES = ("--out", "--cache", "--data", "--checkout")
 _FLAGS = ("--replace", "--no-tables")
-# A process cannot end with more than 255, and 256 failures must not look like none.
+# Exit codes end at 255: 256 failures would look like none.
 _MOST_FAILURES = 100
 
 
 def place_options(parser: argparse.ArgumentParser) -> None:
-    """Add where results lie, and that they can be taken over or rendered again."""
+    """Add the options for the folder of results, for merging other results, and for rendering pages again."""
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where results are merged and rendered")
-    parser.add_argument("--render", action="store_true", help="measure nothing, only write the pages again")
-    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, merge these JSON files and render")
+    parser.add_argument("--render", action="store_true", help="render the pages again, without measuring")
+    parser.add_argument("--merge", type=Path, nargs="+", help="merge these JSON files and render, without measuring")
 
 
 def result_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `carried_out` understands."""
+    """Add the options of `carried_out`."""
     place_options(parser)
-    parser.add_argument("--replace", action="store_true", help="drop numbers of other settings that are in the way")
+    parser.add_argument("--replace", action="store_true", help="drop numbers that were measured with other settings")
     parser.add_argument("--no-tables", action="store_true", help="do not print the tables at the end")
 
 
 def carried_out(
     name: str, settings: argparse.Namespace, measure: Callable[[Path], int], render: Callable[[Path, bool], None]
 ) -> int:
-    """Do what `result_options` asks for: measure, or merge other results, or nothing; then render and print the tables.
+    """Measure, or merge other results, as `result_options` say; then render the pages and print the tables.
 
     Args:
-        name: What the files of the results begin with.
-        settings: Of the command line.
-        measure: Measures everything into a JSON file, and returns how many numbers failed.
-        render: Writes pages into a folder from the JSON that lies there; the flag asks for the small ones.
+        name: The first part of the file names of results.
+        settings: The parsed command line.
+        measure: Measures everything into a JSON file, and returns the number of failures.
+        render: Writes the pages from the JSON file in a folder; the flag selects the small results.
 
     Returns:
-        How many numbers failed, as far as a process can say.
+        The number of failures, capped at the largest exit code.
     """
     path = settings.out / f"{stem(name, small=settings.small)}.json"
     check_place(settings.out)
@@ -59,7 +59,7 @@ def carried_out(
     try:
         failures = 0 if settings.merge or settings.render else measure(path)
     except BaseException:
-        if read(path) != before:  # what was measured before something ended the run is on the page too
+        if read(path) != before:  # also render what was measured before an interruption
             _rendered(settings, render)
         raise
     _rendered(settings, render)
@@ -74,7 +74,7 @@ def _rendered(settings: argparse.Namespace, render: Callable[[Path, bool], None]
 
 
 def choices(*allowed: str) -> Callable[[str], list[str]]:
-    """Return a reader of comma-separated words out of some."""
+    """Return a parser of comma-separated lists of the given choices."""
 
     def words(text: str) -> list[str]:
         found = [word for word in text.split(",") if word]
@@ -89,14 +89,14 @@ def choices(*allowed: str) -> Callable[[str], list[str]]:
 
 
 def positive(text: str) -> int:
-    """Read a whole number of at least one."""
+    """Parse an integer of at least 1."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def start(module: str, settings: argparse.Namespace, argv: Sequence[str]) -> Run:
-    """Begin a run of a module with the settings of the command line."""
+    """Create the record of a run of a module with the settings of the command line."""
     device = settings.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -112,7 +112,7 @@ def start(module: str, settings: argparse.Namespace, argv: Sequence[str]) -> Run
 
 
 def without(argv: Sequence[str], options: Collection[str], flags: Collection[str] = ()) -> list[str]:
-    """Leave options that have a value, and flags, out of a command."""
+    """Remove options with their values, and flags, from a command."""
     kept: list[str] = []
     words = iter(argv)
     for word in words:
@@ -127,5 +127,5 @@ def without(argv: Sequence[str], options: Collection[str], flags: Collection[str
 
 
 def say(text: str) -> None:
-    """Print a line at once: a run may be cut off."""
+    """Print a line and flush it, since the run may be interrupted."""
     print(text, flush=True, file=sys.stdout)

@@ -1,4 +1,4 @@
-"""Files that several processes may want to make at the same time: one of them does."""
+"""Files that several processes may need at the same time, each made by only one of them."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Have the processes that would make the same file wait for each other; what must not be nested for one file."""
+    """Hold the lock of a file while making it, so that other processes wait; not reentrant for the same file."""
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -18,7 +18,7 @@ def alone(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             if not _is(handle, lock):
-                continue  # whoever held it has removed it: another may hold a new file of this name
+                continue  # the previous holder removed the lock file: another process may have created a new one
             try:
                 yield
             finally:
@@ -36,7 +36,7 @@ def _is(handle: int, path: Path) -> bool:
 
 
 def made_once(path: Path, make: Callable[[], None]) -> None:
-    """Have a file made unless it is there; where several processes ask for it, one makes it and the others wait."""
+    """Make a file unless it exists; if several processes call this, one makes it and the others wait."""
     if path.exists():
         return
     with alone(path):

@@ -1,4 +1,4 @@
-"""How long a whole fit takes, and each of its parts."""
+"""Measure the time of a complete fit and of its parts."""
 
 import warnings
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from harness.measure import Cell, Run, Subject, clocked, release
 Kind = Literal["hessian", "gauss-newton"]
 
 FIT = et.Arnoldi(steps=200, keep=50, sample=512, precision="bf16", basis=et.Basis(dtype="bf16", max_vectors=100))
-"""The paper's setting for ViT-L/32, its basis in half the memory and restarted."""
+"""The paper's settings for ViT-L/32, with restarts and half the memory for the basis."""
 FIT_BATCH = 256
-"""Examples at a time in a fit: twice those of a product take less than twice as long."""
+"""Batch size of a fit: twice that of a single product, which takes less than twice the time."""
 
 
 def fit(subject: Subject, method: et.Arnoldi, run: Run) -> Cell:
-    """Time a fit on as many examples as it samples, broken down into its parts."""
+    """Measure the time of a fit, and of its parts, on as many examples as it samples."""
     examples = subject.entry.examples(method.sample or subject.size, run.device)
     size = subject.size if run.small else FIT_BATCH
     batches = list(zip(*(t.split(size) for t in examples), strict=True))
@@ -38,14 +38,14 @@ def fit(subject: Subject, method: et.Arnoldi, run: Run) -> Cell:
 
 
 class Stopwatch:
-    """Adds up the time that the parts of a fit take."""
+    """Accumulates the time of the parts of a fit."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.calls: dict[str, list[float]] = {}
 
     def around(self, name: str, function: Callable) -> Callable:
-        """Return a function whose calls are timed."""
+        """Wrap a function so that its calls are timed."""
 
         def timed_function(*args: Any, **options: Any) -> Any:
             results: list[Any] = []
@@ -56,7 +56,7 @@ class Stopwatch:
         return timed_function
 
     def on_fits(self) -> AbstractContextManager:
-        """Time what `Arnoldi.fit` is made of, while the context lasts."""
+        """Time the parts of `Arnoldi.fit` inside the context."""
         iterate = arnoldi.lanczos
 
         def lanczos(matvec: Callable, *args: Any, **options: Any) -> Any:
@@ -71,7 +71,7 @@ class Stopwatch:
         )
 
     def parts(self) -> dict[str, float]:
-        """Return the seconds of each part; the first product, which may be compiled, for itself."""
+        """Return the seconds of each part; the first product, which may include compiling, separately."""
         spent = {name: sum(calls) for name, calls in self.calls.items()}
         first, every = self.calls["products"][0], spent["products"]
         orthogonalising = spent.pop("iteration") - every

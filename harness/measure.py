@@ -1,4 +1,4 @@
-"""How everything is timed, and how one measurement that fails leaves the others standing."""
+"""Timing of measurements, each isolated so that a failure does not affect the others."""
 
 import gc
 import math
@@ -25,9 +25,9 @@ Cell = dict[str, Any]
 Result = TypeVar("Result")
 Precision = Literal["fp32", "bf16"]
 
-# Calls timed together last at least this long, so that launching a kernel is not waited for call by call.
+# Calls are timed in groups of at least this many seconds, so that the GPU is not synchronised after each call.
 _LEAST_REPEAT = 0.05
-# Calls before any is timed: an engine plans on the first, and compiles on the second.
+# Untimed calls: an engine plans on the first and compiles on the second.
 _WARM_UP = 3
 _MOST_REPEATS = 1000
 _REASON_LENGTH, _REASON_END = 300, 100
@@ -36,19 +36,19 @@ _PROFILE_LENGTH = 12
 
 @dataclass(frozen=True)
 class Timing:
-    """One piece of work, done again and again."""
+    """The result of timing a repeated call."""
 
     seconds: float
-    """Median of one call."""
+    """Median seconds of one call."""
     warm_up: float
-    """What the first calls took beyond that: choosing, planning, compiling."""
+    """Additional seconds of the first calls, for choosing an engine, planning and compiling."""
     repeats: int
     peak: int | None
-    """Most bytes of GPU memory in use at a time; None on a CPU."""
+    """Peak GPU memory in bytes; None on a CPU."""
 
     @property
     def numbers(self) -> Cell:
-        """What a cell says about it."""
+        """The numbers to record in a cell."""
         return {
             "milliseconds": 1000 * self.seconds,
             "warm_up_seconds": self.warm_up,
@@ -58,19 +58,19 @@ class Timing:
 
 
 def timed(step: Callable[[], Any], run: "Run", *, compiles: bool = False, warm_up: int = _WARM_UP) -> Timing:
-    """Warm up, then repeat for about as many seconds as the run allows and take the median.
+    """Warm up, repeat a step for about the seconds per number of the run, and take the median.
 
-    Where the step should be compiled, a warning that it is not counts as a failure: an eager number must not stand for
-    a compiled one.
+    If the step should be compiled, a warning that it was not is raised as an error, so that an eager number is never
+    recorded as a compiled one.
     """
     with warnings.catch_warnings():
         if compiles:
             warnings.simplefilter("error", EigentraceWarning)
-            torch.compiler.reset()  # what was compiled for other models counts against a limit
+            torch.compiler.reset()  # graphs compiled for other models count towards a limit
         release(run.device)
         warm = [clocked(step, run.device) for _ in range(warm_up)]
         if run.on_gpu:
-            torch.cuda.reset_peak_memory_stats(run.device)  # compiling takes memory of its own
+            torch.cuda.reset_peak_memory_stats(run.device)  # exclude the memory used for compiling
         together = max(1, math.ceil(min(_LEAST_REPEAT, run.seconds) / max(warm[-1], 1e-6)))
         repeats: list[float] = []
         start = time.perf_counter()
@@ -84,18 +84,18 @@ def timed(step: Callable[[], Any], run: "Run", *, compiles: bool = False, warm_u
 
 
 def several(step: Callable[[], Any], count: int) -> None:
-    """Call a step several times, keeping nothing of what it returns."""
+    """Call a step several times, discarding its results."""
     for _ in range(count):
         step()
 
 
 def profiled(step: Callable[[], Any], device: torch.device) -> list[str]:
-    """Return the operations, or on a GPU the kernels, that one call spends most of its time in, as lines."""
+    """Profile one call; return lines with the slowest operations, or on a GPU kernels."""
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])) as found:
         clocked(step, device)
     which = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    # On a GPU the time of a kernel is also that of the operation which launched it: only kernels are counted.
+    # On a GPU, a kernel's time is also attributed to the operation that launched it, so only kernels are counted.
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
     spent = [(getattr(event, which), event) for event in found.key_averages() if event.device_type == kind]
     total = sum(took for took, _ in spent) or 1.0
@@ -106,12 +106,12 @@ def profiled(step: Callable[[], Any], device: torch.device) -> list[str]:
 
 
 def clocked(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds that some work takes, the device's queue included."""
+    """Return the seconds that a call takes, including the device's queue."""
     return with_seconds(work, device)[1]
 
 
 def with_seconds(work: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    """Return what some work gives, and the seconds that it takes, the device's queue included."""
+    """Return the result of a call and the seconds that it takes, including the device's queue."""
     synchronize(device)
     start = time.perf_counter()
     result = work()
@@ -120,13 +120,13 @@ def with_seconds(work: Callable[[], Result], device: torch.device) -> tuple[Resu
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was told to."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def release(device: torch.device) -> None:
-    """Give back what earlier work left, garbage and cached memory, and count peak memory anew."""
+    """Collect garbage, empty the memory cache, and reset the peak memory statistics."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -134,17 +134,17 @@ def release(device: torch.device) -> None:
 
 
 def attempt(work: Callable[[], Cell]) -> Cell:
-    """Return what a measurement gives, or why it failed: the ones after it must not be lost."""
+    """Run a measurement; return its result, or the reason of its failure, so that later ones still run."""
     try:
         return work()
-    except Exception as error:  # torch, its compiler and its drivers raise nearly everything
+    except Exception as error:  # torch, its compiler and its drivers may raise any exception
         return {"failed": reason(error)}
 
 
 def reason(error: BaseException) -> str:
-    """Write an error as one line, without the folders of this machine.
+    """Format an error as one line, without paths of this machine.
 
-    Ours end with what to do and stay whole. Of others, which may quote a whole program, the middle is left out.
+    Messages of eigentrace are kept in full. Others, which may quote a whole program, are shortened in the middle.
     """
     text = " ".join(f"{type(error).__name__}: {error}".split())
     text = re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
@@ -154,7 +154,7 @@ def reason(error: BaseException) -> str:
 
 
 def described(device: torch.device) -> str:
-    """Name the device that computes, never the machine around it."""
+    """Return the name of the computing device; nothing that identifies the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     kind = platform.processor() or platform.machine()
@@ -164,27 +164,27 @@ def described(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """One start of a benchmark: where, when, and by which command."""
+    """One run of a benchmark: device, date, command and settings."""
 
     device: torch.device
     small: bool
     seconds: float
-    """To spend on each number."""
+    """Seconds to spend on each number."""
     info: dict[str, str]
-    """When and by which versions and command."""
+    """Date, versions and command."""
     profile: bool = False
-    """Print what takes the time of each measurement."""
+    """Print a profile of each measurement."""
     replace: bool = False
-    """Drop numbers of other settings that are in the way."""
+    """Drop numbers that were measured with other settings."""
 
     @property
     def on_gpu(self) -> bool:
-        """Tell whether there is a GPU's memory to measure."""
+        """Whether the device is a GPU, whose memory is measured."""
         return self.device.type == "cuda"
 
     @property
     def precision(self) -> Precision:
-        """What models are trained and rows are stored in on such a device."""
+        """The dtype of training and of stored directions on this device."""
         return "bf16" if self.on_gpu else "fp32"
 
 
@@ -212,16 +212,16 @@ class Subject:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What a record says about the model."""
+        """The entry of the model in a record."""
         return {"title": self.entry.title, "parameters": self.task.layout.numel}
 
     def part(self, size: int) -> Batch:
-        """Return a batch of the first examples."""
+        """Return the first examples as a batch."""
         return tuple(t[:size] for t in self.batch)
 
 
 def random_unit(like: Tensor, seed: int = 2) -> Tensor:  # (P,) -> (P,)
-    """Draw a vector of length one."""
+    """Draw a random vector of norm 1."""
     generator = torch.Generator(like.device).manual_seed(seed)
     v = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
     return v / v.norm()

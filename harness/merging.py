@@ -1,4 +1,4 @@
-"""Results that were measured elsewhere: looked through before anything of them is written."""
+"""Merge results that were measured elsewhere, validated before anything is written."""
 
 import json
 import tempfile
@@ -25,12 +25,12 @@ def take_over(
     """Merge files into results, all of them or none.
 
     Args:
-        path: The results.
-        files: What is merged, the later over the earlier.
-        name: Of the benchmark or experiment.
-        render: Writes its pages; what it cannot show is refused.
-        small: Whether these are results of the small form.
-        replace: Drop numbers of other settings that are in the way.
+        path: The results to merge into.
+        files: The files to merge; later files take precedence.
+        name: The name of the benchmark or experiment.
+        render: Renders its pages; results that it cannot render are rejected.
+        small: Whether these are small results.
+        replace: Drop numbers that were measured with other settings.
     """
     found = {file: _checked(file, name, small=small) for file in files}
     with taking_turns(path.parent):
@@ -44,10 +44,10 @@ def take_over(
 
 
 def _checked(file: Path, name: str, *, small: bool) -> Results:
-    """Read a file that was given; refuse what is not the results of this command."""
+    """Read a file; reject it unless it contains results of this command."""
     expected = (
         f"Expected is a {stem(name, small=small)}.json that the same command{' with --small' if small else ''} wrote "
-        'elsewhere: {machine: {part: {"title", "settings", "cells", "runs"}}}. Nothing was merged.'
+        'to another folder: {machine: {part: {"title", "settings", "cells", "runs"}}}. Nothing was merged.'
     )
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
@@ -62,12 +62,12 @@ def _checked(file: Path, name: str, *, small: bool) -> Results:
 
 
 def _trouble(results: Any) -> str:
-    """Say where something has not the form of results; nothing if all of it has."""
+    """Return the first deviation from the format of results; empty if there is none."""
     if not isinstance(results, dict) or not results:
         return "it holds no results"
     for machine, records in results.items():
         if not isinstance(records, dict):
-            return f"{machine!r} is no machine with its parts"
+            return f"{machine!r} is not an object of parts"
         for part, record in records.items():
             trouble = _trouble_of(record)
             if trouble:
@@ -77,15 +77,15 @@ def _trouble(results: Any) -> str:
 
 def _trouble_of(record: Any) -> str:
     if not isinstance(record, dict):
-        return "is not what was measured of a part"
+        return "is not an object with results"
     wrong = [key for key, kind in _RECORD.items() if not isinstance(record.get(key), kind)]
     if wrong:
         return f"has no {wrong[0]!r}"
     if not all(_has_all(run) for run in record["runs"].values()):
-        return f"has a run that does not say {', '.join(_RUN)}"
+        return f"has a run without one of {', '.join(_RUN)}"
     for name, cell in record["cells"].items():
         if not isinstance(cell, dict) or cell.get("run") not in record["runs"]:
-            return f"has {name!r}, which does not say which of the runs it is of"
+            return f"has a cell {name!r} that does not name one of the runs"
     return ""
 
 
@@ -94,7 +94,7 @@ def _has_all(run: Any) -> bool:
 
 
 def _of_another(results: Results, name: str, *, small: bool) -> str:
-    """Say whose results they are if not those of this command."""
+    """Return which command made the results if it is not this one; empty otherwise."""
     for records in results.values():
         for record in records.values():
             for run in record["runs"].values():
@@ -106,13 +106,13 @@ def _of_another(results: Results, name: str, *, small: bool) -> str:
 
 
 def _try_page(file: Path, name: str, results: Results, render: Callable[[Path, bool], None], *, small: bool) -> None:
-    """Write the page to a folder that is thrown away: numbers may be missing that only the page knows to need."""
+    """Render the page to a temporary folder, since only the page knows which numbers it needs."""
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder) / name, results)
         try:
             render(Path(folder), small)
-        except Exception as error:  # whatever the page stumbles over
+        except Exception as error:  # rendering incomplete results may raise any exception
             refuse(
-                f"--merge {file} cannot be shown on the page ({type(error).__name__}: {error}): it was made by another "
-                "version, or changed by hand. Nothing was merged."
+                f"--merge {file} cannot be shown on the page ({type(error).__name__}: {error}): it was written by "
+                "another version, or edited. Nothing was merged."
             )

@@ -1,6 +1,6 @@
-"""The models that are measured: plain PyTorch, random weights from a fixed seed, synthetic batches.
+"""Models to measure: plain PyTorch, random weights from a fixed seed, synthetic batches.
 
-Every batch is a tuple whose last item is what the model should have said: `model(*inputs)` gives logits for `targets`.
+Every batch is a tuple whose last item is the targets: `model(*inputs)` returns their logits.
 """
 
 import math
@@ -17,7 +17,7 @@ Batch = tuple[Tensor, ...]
 
 
 class SelfAttention(nn.Module):
-    """Every position attends to every position, or to those before it."""
+    """Self-attention, optionally causal."""
 
     def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
         super().__init__()
@@ -26,13 +26,13 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend; a mask (B, T) says which positions are there, one (B, T, T) which others each of them sees."""
+        """Attend; a mask (B, T) marks valid positions, a mask (B, T, T) those that each position attends to."""
         query, key, value = self.qkv(x).chunk(3, dim=-1)
         return self.out(attend(query, key, value, self.heads, causal=self.causal and mask is None, mask=mask))
 
 
 class CrossAttention(nn.Module):
-    """Every position attends to another sequence."""
+    """Attention to another sequence, the memory."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend to the memory; a mask (B, S) says which of its positions are there, (B, T, S) for each of our own."""
+        """Attend to the memory; a mask (B, S) marks its valid positions, (B, T, S) for each position separately."""
         key, value = self.key_value(memory).chunk(2, dim=-1)
         return self.out(attend(self.query(x), key, value, self.heads, causal=False, mask=mask))
 
@@ -50,19 +50,19 @@ class CrossAttention(nn.Module):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, heads: int, *, causal: bool, mask: Tensor | None = None
 ) -> Tensor:  # (B, T, width)
-    """Split into heads, attend (to the keys that the mask has, if there is one), and join the heads again."""
+    """Split into heads, attend (only to keys in the mask, if there is one), and merge the heads."""
     query, key, value = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (query, key, value))
     seen = None if mask is None else mask[:, None] if mask.dim() == 3 else mask[:, None, None, :]
     return F.scaled_dot_product_attention(query, key, value, seen, is_causal=causal).transpose(1, 2).flatten(2)
 
 
 def feed_forward(width: int, hidden: int, activation: nn.Module) -> nn.Sequential:
-    """Make the two linear layers of a transformer block."""
+    """Return the feed-forward layers of a transformer block."""
     return nn.Sequential(nn.Linear(width, hidden), activation, nn.Linear(hidden, width))
 
 
 class PreNormBlock(nn.Module):
-    """The block of ViT and GPT-2: norms before attention and before the feed-forward layers."""
+    """A pre-norm transformer block, as in ViT and GPT-2."""
 
     def __init__(self, width: int, heads: int, activation: nn.Module, *, causal: bool) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class PreNormBlock(nn.Module):
 
 
 class ViT(nn.Module):
-    """A vision transformer: patches, a class token, learned positions."""
+    """A vision transformer with a class token and learned positions."""
 
     def __init__(self, width: int, depth: int, heads: int, *, image: int, patch: int, classes: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class ViT(nn.Module):
 
 
 class GPT2(nn.Module):
-    """A decoder with learned positions, its output layer tied to its embedding."""
+    """A decoder with learned positions, whose output layer is tied to its embedding."""
 
     def __init__(self, width: int, depth: int, heads: int, *, words: int = 50257, positions: int = 1024) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class GPT2(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """The encoder's block of the original Transformer: norms after each residual, or before each layer."""
+    """An encoder block of the original Transformer, with norms after each residual or before each layer."""
 
     def __init__(self, width: int, heads: int, *, norm_first: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class EncoderBlock(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """The decoder's block of the original Transformer, which also attends to the encoder's output."""
+    """A decoder block of the original Transformer, which also attends to the encoder's output."""
 
     def __init__(self, width: int, heads: int, *, norm_first: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -144,14 +144,14 @@ class DecoderBlock(nn.Module):
         self.feed_forward = feed_forward(width, 4 * width, nn.ReLU())
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None, own_mask: Tensor | None = None) -> Tensor:
-        """Transform a target sequence; its own mask, if there is one, says all that attention within it may see."""
+        """Transform a target sequence; a mask of its own, if given, replaces the causal mask of self-attention."""
         x = self.residual(x, self.norms[0], lambda x: self.attention(x, own_mask))
         x = self.residual(x, self.norms[1], lambda x: self.cross(x, memory, mask))
         return self.residual(x, self.norms[2], self.feed_forward)
 
 
 class Residual(nn.Module):
-    """Adds what a layer gives to what it got: normed afterwards, or before the layer. Dropout acts in training only."""
+    """A residual connection around a layer, with the norm after it or before the layer, and dropout in training."""
 
     def __init__(self, norm_first: bool, dropout: float) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Residual(nn.Module):
 
 
 class Transformer(nn.Module):
-    """An encoder-decoder with fixed positions; one embedding serves source, target and output."""
+    """An encoder-decoder with sinusoidal positions and one embedding for source, target and output."""
 
     positions: Tensor
 
@@ -187,7 +187,7 @@ class Transformer(nn.Module):
             nn.ModuleList(block(width, heads, norm_first=norm_first, dropout=dropout) for _ in range(depth))
             for block in (EncoderBlock, DecoderBlock)
         )
-        # Where norms come first, what leaves the last block has none yet.
+        # With pre-norm blocks, the output of the last block is not normalised yet.
         self.last_norms = nn.ModuleList(nn.LayerNorm(width) if norm_first else nn.Identity() for _ in range(2))
         self.head = nn.Linear(width, words, bias=False)
         nn.init.normal_(self.embedding.weight, std=width**-0.5)
@@ -197,7 +197,7 @@ class Transformer(nn.Module):
         self.register_buffer("positions", torch.cat([angles.sin(), angles.cos()], dim=1), persistent=False)
 
     def embed(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:  # (B, T) -> (B, T, width)
-        """Look tokens up and add their positions: from the first on, or those that are given."""
+        """Embed tokens and add positions, by default those from 0 on."""
         scale = math.sqrt(self.embedding.embedding_dim)
         positions = self.positions[: tokens.shape[1]] if places is None else self.positions[places]
         x = scale * self.embedding(tokens) + positions
@@ -208,15 +208,15 @@ class Transformer(nn.Module):
 
         Args:
             source: (B, S)
-            target: (B, T); what is padded comes last, so that no position before it sees it.
-            mask: (B, S), which positions of the source are there; all if not given.
+            target: (B, T); padding must be last, so that no earlier position attends to it.
+            mask: (B, S), the valid positions of the source; default: all.
         """
         return self.head(self.decode(target, self.encode(source, mask), mask))
 
     def encode(
         self, source: Tensor, mask: Tensor | None = None, places: Tensor | None = None
     ) -> Tensor:  # (B, S) -> (B, S, width)
-        """Read the source."""
+        """Encode the source."""
         memory = self.embed(source, places)
         for block in self.encoder:
             memory = block(memory, mask)
@@ -230,7 +230,7 @@ class Transformer(nn.Module):
         own_mask: Tensor | None = None,
         places: Tensor | None = None,
     ) -> Tensor:  # -> (B, T, width)
-        """Say, before the output layer, what comes after every position of the target."""
+        """Return the decoder's hidden states, the input of the output layer."""
         x = self.embed(target, places)
         for block in self.decoder:
             x = block(x, memory, mask, own_mask)
@@ -238,7 +238,7 @@ class Transformer(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """The block of ResNet-50: 1×1, 3×3 (which carries the stride) and 1×1 convolutions around a shortcut."""
+    """A bottleneck block of ResNet-50: 1×1, 3×3 (with the stride) and 1×1 convolutions, and a shortcut."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -281,13 +281,13 @@ class ResNet(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:  # (*b, classes), (*b) -> (*b)
-    """Take one loss per target, in float32 as training does."""
+    """Return one loss per target, computed in float32 as in training."""
     losses = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="none")
     return losses.view(targets.shape)
 
 
 def token_task(model: nn.Module) -> et.Task:
-    """Make a task of a language model: an example's loss is the sum over its tokens."""
+    """Create the task of a language model, where an example's loss is the sum over its tokens."""
     return et.Task(
         model,
         outputs=lambda model, batch: model(*batch[:-1]),
@@ -299,7 +299,7 @@ Draw = Callable[[int, torch.Generator], Batch]
 
 
 def images(size: int, classes: int) -> Draw:
-    """Draw noise with random labels, on the device of the generator."""
+    """Draw random images and labels, on the device of the generator."""
 
     def draw(count: int, generator: torch.Generator) -> Batch:
         device = generator.device
@@ -310,7 +310,7 @@ def images(size: int, classes: int) -> Draw:
 
 
 def tokens(words: int, length: int, *, source: bool = False) -> Draw:
-    """Draw random sentences of one length, all of it valid: inputs and the next tokens, after a source if asked for."""
+    """Draw random sentences of equal length: inputs and next tokens, preceded by a source if requested."""
 
     def draw(count: int, generator: torch.Generator) -> Batch:
         shape = (count, length + 1)
@@ -329,13 +329,13 @@ class Entry:
     build: Callable[[], nn.Module]
     draw: Draw
     batch: int
-    """Examples per batch where gradients are projected."""
+    """Batch size for projecting gradients."""
     curvature_batch: int
-    """Examples per batch of a curvature product."""
+    """Batch size of a curvature product."""
     task: Callable[[nn.Module], et.Task] = token_task
 
     def model(self, device: torch.device, seed: int = 0) -> nn.Module:
-        """Build the model in eval mode on a device, the global random state left as found."""
+        """Build the model in eval mode on a device, without changing the global random state."""
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(seed)
             return self.build().eval()

@@ -1,4 +1,4 @@
-"""What was measured, kept: results of many runs merge into one JSON file, from which tables are written.
+"""Results of many runs, merged into one JSON file from which tables are rendered.
 
 `{machine: {model: {"title", "parameters", "settings", "cells": {name: cell}, "runs": {date: run}}}}`, where a cell
 holds numbers, or "failed" with the reason, and the date of the run it comes from.
@@ -22,20 +22,20 @@ Results = dict[str, dict[str, Record]]
 
 
 def stem(name: str, *, small: bool) -> str:
-    """Name the files of a benchmark; small results have files of their own."""
+    """Return the first part of a benchmark's file names; small results have separate files."""
     return f"{name}_small" if small else name
 
 
 def read(path: Path) -> Results:
-    """Read results; none if there is no such file."""
+    """Read results; empty if there is no such file."""
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:
-        refuse(f"{path} is not JSON: {error}. Take it from the history again, or move it away; nothing was written.")
+        refuse(f"{path} is not JSON: {error}. Restore it with git, or move it away. Nothing was written.")
 
 
 def write(path: Path, results: Results) -> None:
-    """Write results, models in the order of the tables, so that a run cut off leaves a whole file."""
+    """Write results atomically, with models in the order of the tables."""
     order = list(MODELS)
     ordered = {
         machine: dict(sorted(models.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
@@ -47,7 +47,7 @@ def write(path: Path, results: Results) -> None:
 
 
 def merged(old: Results, new: Results) -> Results:
-    """Return both, cell by cell, the new where both have one; but a failure does not replace a number."""
+    """Merge cell by cell, preferring new cells; but a failure never replaces a number."""
     return {
         machine: {
             model: _merged_record(old.get(machine, {}).get(model), new.get(machine, {}).get(model))
@@ -61,7 +61,7 @@ def _merged_record(old: Record | None, new: Record | None) -> Record:
     if old is None or new is None:
         return old or new or {}
     if differences(old["settings"], new["settings"]):
-        return new  # numbers of different batches do not belong in one row
+        return new  # numbers with different settings must not be mixed in one row
     before = old["cells"]
     cells = before | {k: cell for k, cell in new["cells"].items() if is_number(cell) or not is_number(before.get(k))}
     used = {cell["run"] for cell in cells.values()}
@@ -70,17 +70,17 @@ def _merged_record(old: Record | None, new: Record | None) -> Record:
 
 
 def is_number(cell: Cell | None) -> bool:
-    """Tell whether a cell holds what was measured, and not why there is nothing."""
+    """Return whether a cell contains a measurement rather than a failure."""
     return cell is not None and "failed" not in cell and "missing" not in cell
 
 
 def add(path: Path, new: Results, *, replace: bool = False) -> Results:
-    """Merge results into a file that other processes may be adding to; return what is there then.
+    """Merge results into a file that other processes may be writing too; return its new content.
 
     Args:
         path: The file.
-        new: What comes to it.
-        replace: Drop numbers of other settings, where they are refused otherwise.
+        new: The results to add.
+        replace: Drop numbers that were measured with other settings instead of rejecting the new ones.
     """
     with taking_turns(path.parent):
         old = read(path)
@@ -92,13 +92,13 @@ def add(path: Path, new: Results, *, replace: bool = False) -> Results:
 
 
 def check_settings(path: Path, old: Results, new: Results, whose: str = "this command has") -> None:
-    """Refuse results whose settings are not those of the numbers that are there, which would be dropped.
+    """Reject new results whose settings differ from those of existing numbers, which would be dropped.
 
     Args:
-        path: Where the old ones lie.
-        old: What is there.
-        new: What is to be merged with it.
-        whose: Says, in the message, where the new ones come from.
+        path: The file of the existing results.
+        old: The existing results.
+        new: The results to merge.
+        whose: The source of the new results, for the message.
     """
     for machine, records in new.items():
         for model, record in records.items():
@@ -109,16 +109,16 @@ def check_settings(path: Path, old: Results, new: Results, whose: str = "this co
             if lines:
                 commands = dict.fromkeys(run["command"] for run in there["runs"].values() if "command" in run)
                 refuse(
-                    f"{path} holds numbers of {model!r} on {machine} with other settings than {whose}. Numbers of both "
-                    "do not belong in one table:\n" + "\n".join(lines) + "\nGive the same options as then"
+                    f"{path} holds numbers of {model!r} on {machine} with other settings than {whose}. Do not mix them "
+                    "in one table:\n" + "\n".join(lines) + "\nGive the same options as then"
                     f"{''.join(f' (`{command}`)' for command in list(commands)[-1:])}, or another --out, or --replace "
-                    "to drop the numbers that are there. Nothing was written."
+                    "to drop the existing numbers. Nothing was written."
                 )
 
 
 @contextmanager
 def taking_turns(folder: Path) -> Iterator[None]:
-    """Have the processes that write to a folder wait for each other."""
+    """Hold the lock of a folder, so that other processes that write to it wait."""
     import fcntl
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,12 +137,12 @@ class Recorder:
         self.run, self.path, self.model, self.record = run, path, model, record
         self.machine = described(run.device)
         self.not_repeated = 0
-        """How many numbers of earlier runs were kept because measuring them again failed."""
+        """Number of earlier measurements that were kept because the new ones failed."""
         if not run.replace:
             check_settings(path, read(path), {self.machine: {model: record}})
 
     def add(self, name: str, cell: Cell) -> Cell:
-        """Merge one cell into the file. Where it failed and there is a number, that is kept, which is said."""
+        """Merge one cell into the file; if it failed, an existing number is kept, with a message."""
         info = dict(self.run.info)
         date = info.pop("date")
         record = self.record | {"cells": {name: cell | {"run": date}}, "runs": {date: info}}
@@ -155,7 +155,7 @@ class Recorder:
 
 
 class Notes:
-    """Footnotes of a table: equal texts share a number."""
+    """Footnotes of a table, where equal texts share a number."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -167,12 +167,12 @@ class Notes:
         return f"<sup>{self.texts.index(text) + 1}</sup>"
 
     def lines(self) -> list[str]:
-        """Write the notes out."""
+        """Return the notes as Markdown lines."""
         return [f"<sup>{number}</sup> {_safe(text)}  " for number, text in enumerate(self.texts, start=1)]
 
 
 def shown(cell: Cell | None, key: str, pattern: str, notes: Notes) -> str:
-    """Write one number of a cell, or what there is instead of it."""
+    """Format one number of a cell, or the reason why it is missing."""
     if cell is None:
         return "–"
     mark = notes.mark(cell["note"]) if "note" in cell else ""
@@ -184,7 +184,7 @@ def shown(cell: Cell | None, key: str, pattern: str, notes: Notes) -> str:
 
 
 def judged(text: str, value: float | None, goal: float | None, *, at_least: bool = False) -> str:
-    """Add to a number whether it reaches its goal, if it has one."""
+    """Append to a number whether it reaches its goal, if it has one."""
     if value is None or goal is None:
         return text
     met = value >= goal if at_least else value <= goal
@@ -192,7 +192,7 @@ def judged(text: str, value: float | None, goal: float | None, *, at_least: bool
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lay out a Markdown table, names to the left and numbers to the right."""
+    """Format a Markdown table, with names aligned left and numbers right."""
     lines = [list(headings), *(list(row) for row in rows)]
     widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(headings))]
     rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
@@ -206,11 +206,11 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def runs_of(models: dict[str, Record], module: str = "") -> list[str]:
-    """Say by which runs the numbers of a machine were made.
+    """List the runs that measured the numbers of a machine.
 
     Args:
-        models: What was measured on the machine.
-        module: What the command is called today, where its files say what it was called then.
+        models: The results of the machine.
+        module: The current name of the command, if it differs from the recorded one.
     """
     runs = {date: info for record in models.values() for date, info in record["runs"].items()}
     rows = [
@@ -221,12 +221,12 @@ def runs_of(models: dict[str, Record], module: str = "") -> list[str]:
 
 
 def _today(command: str, module: str) -> str:
-    """Write a command as it is run today: modules have moved since some results were made."""
+    """Return a recorded command with the current module name: modules have moved since some runs."""
     return re.sub(r"(?<=^python -m )\S+", module, command) if module else command
 
 
 def heading(title: str, command: str, name: str) -> list[str]:
-    """Begin a generated page."""
+    """Return the first lines of a generated page."""
     return [
         f"<!-- Generated from {name}.json by `{command} --render`: edits here are lost. -->",
         "",
@@ -238,14 +238,14 @@ def heading(title: str, command: str, name: str) -> list[str]:
 
 
 def memory(cell: Cell | None, notes: Notes) -> str:
-    """Write the peak memory of a cell in GiB."""
+    """Format the peak memory of a cell in GiB."""
     if cell is not None and cell.get("peak") is not None:
         cell = cell | {"peak": cell["peak"] / 2**30}
     return shown(cell, "peak", ".1f", notes)
 
 
 def millions(count: int) -> str:
-    """Write a number of parameters."""
+    """Format a number of parameters in millions."""
     return f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"
 
 

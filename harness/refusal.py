@@ -1,4 +1,4 @@
-"""Ends a command before it does harm, in words that say what is wrong and what to do."""
+"""Stop a command with an error message before it overwrites or measures anything."""
 
 import ast
 import json
@@ -9,35 +9,37 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 WRONG = 2
-"""What a command returns that was asked for something that cannot be done, as after options it does not know."""
+"""Exit code of a rejected command, the same as for unknown options."""
 _ABSENT = "nothing"
 
 
 def refuse(message: str) -> NoReturn:
-    """Say why nothing is done, and end."""
+    """Print the reason and exit."""
     print(message, file=sys.stderr, flush=True)
     raise SystemExit(WRONG)
 
 
 def check_place(out: Path) -> None:
-    """Refuse a folder that results cannot be written to, before anything is measured for it."""
+    """Exit if results cannot be written to a folder, before anything is measured."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        refuse(f"--out {out} cannot be written to ({error.strerror}). Give another folder; it is made if need be.")
+        refuse(
+            f"--out {out} cannot be written to ({error.strerror}). Choose another folder; it is created if necessary."
+        )
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Say which settings of two are not the same, each in a line with both values."""
+    """List the settings that differ, one per line with both values."""
     old, new = _flat(json.loads(json.dumps(there))), _flat(json.loads(json.dumps(here)))
     names = [name for name in old | new if old.get(name, _ABSENT) != new.get(name, _ABSENT)]
     return [f"  {name}: {old.get(name, _ABSENT)} there, {new.get(name, _ABSENT)} here" for name in names]
 
 
 def _flat(value: Any, name: str = "") -> dict[str, str]:
-    """Take settings apart down to single values, those written as `Name(key=value)` too."""
+    """Flatten nested settings, including strings of the form `Name(key=value)`, to single values."""
     if value == {} and not name:
         return {}
     inner = value if isinstance(value, dict) else _called(value) if isinstance(value, str) else {}
@@ -50,7 +52,7 @@ def _flat(value: Any, name: str = "") -> dict[str, str]:
 
 
 def _called(text: str) -> dict[str, str]:
-    """Return the named arguments of a call that is written out."""
+    """Parse the keyword arguments of a call in a string."""
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:

@@ -1,4 +1,4 @@
-"""The tables of a generated page, as text for a terminal."""
+"""Print the tables of a generated page in a terminal."""
 
 import html
 import re
@@ -11,12 +11,12 @@ _RULE = re.compile(r":?-+:?")
 
 
 def shown_tables(page: Path, numbers: Path) -> list[str]:
-    """Return the tables of each machine, and where page and numbers lie."""
+    """Return the tables of each machine as text, and the paths of page and numbers."""
     return [*_sections(page.read_text(encoding="utf-8")), "", f"Page: {page}", f"Numbers: {numbers}"]
 
 
 def _sections(page: str) -> list[str]:
-    """Keep what follows the headings of machines: tables in columns, notes and remarks; no pictures, no runs."""
+    """Return the sections of machines: aligned tables, notes and remarks, without figures and runs."""
     found: list[str] = []
     block: list[str] = []
     is_machine = False
@@ -37,7 +37,7 @@ def _sections(page: str) -> list[str]:
 
 
 def _columns(lines: Sequence[str]) -> list[str]:
-    """Align a table anew: marks and letters are shorter here than they are written on the page."""
+    """Align the columns of a table, whose markup is removed for the terminal."""
     rows = [[_plain(cell) for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     rows = [row for row in rows if not all(_RULE.fullmatch(cell) for cell in row)]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]

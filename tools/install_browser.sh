@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What the tests of the page need: Chromium, and two packages of npm. Says loudly what could not be had; the tests that need
-# it are then skipped, with the same words.
+# Installs the dependencies of the browser tests: Chromium and two npm packages. Prints what could not be installed; the
+# tests that need it are then skipped with the same message.
 set -u
 cd "$(dirname "$0")/.."
 

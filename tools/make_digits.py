@@ -1,4 +1,4 @@
-"""Make `src/eigentrace/demo/digits.npz`, the digits the demo trains on, from a full copy of MNIST.
+"""Create `src/eigentrace/demo/digits.npz`, the digits that the demo trains on, from a full copy of MNIST.
 
     python tools/make_digits.py --mnist PATH/TO/mnist.npz
 
@@ -15,12 +15,12 @@ import numpy as np
 
 OUT = Path(__file__).parents[1] / "src" / "eigentrace" / "demo" / "digits.npz"
 NUM_TRAIN, NUM_TEST = 6000, 1000
-# A zip member carries a date; a fixed one keeps two runs equal.
+# A fixed date of the zip members makes the output reproducible.
 DATE = (2020, 1, 1, 0, 0, 0)
 
 
 def subsample(mnist: Path) -> dict[str, np.ndarray]:
-    """Draw the demo's part of MNIST: a tenth of each half, without replacement."""
+    """Draw the demo's subset of MNIST: a tenth of the training and test images, without replacement."""
     with np.load(mnist) as full:
         train = np.random.default_rng(0).permutation(60000)[:NUM_TRAIN]
         test = np.random.default_rng(0).permutation(10000)[:NUM_TEST]
@@ -35,8 +35,8 @@ def subsample(mnist: Path) -> dict[str, np.ndarray]:
 def write(arrays: dict[str, np.ndarray], out: Path) -> None:
     """Write an npz whose members use zip's LZMA method.
 
-    LZMA on the plain pixels takes .98 MB, bzip2 .99 and deflate 1.15; differences between neighbours or a
-    separate mask of the ink gain 3% at best, and would need a decoder.
+    LZMA on the plain pixels takes 0.98 MB, bzip2 0.99 and deflate 1.15. Storing differences of neighbouring pixels or
+    a separate mask of nonzero pixels saves 3% at most and would need a decoder.
     """
     with zipfile.ZipFile(out, "w", zipfile.ZIP_LZMA) as archive:
         for name, array in arrays.items():

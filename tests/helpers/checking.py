@@ -1,4 +1,4 @@
-"""One check for every model: what an engine gives against ordinary gradients, taken one example at a time."""
+"""Compare an engine's results with ordinary gradients of single examples, for any model."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ LAYERWISE = Compute(engine="layerwise")
 
 
 class Net(nn.Module):
-    """A module given by its members and a function of itself and its inputs."""
+    """A module defined by its members and a forward function."""
 
     def __init__(self, function: Callable, **members: nn.Module | nn.Parameter) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ def numbers(*shape: int) -> Tensor:
 
 
 def wavy(model: nn.Module, batch: Any) -> Tensor:  # (B,)
-    """Give every output number a slope of its own, so that no two of them can be swapped unseen."""
+    """A loss with a different slope for every output number, so that swapped numbers are detected."""
     output = model(*batch).flatten(1)
     slopes = torch.linspace(0.5, 1.5, output.shape[1], dtype=output.dtype)
     return (output * slopes + slopes).sin().sum(dim=1)
 
 
 def some_directions(layout: Any, count: int = 4) -> Directions:
-    """Dense directions and single coordinates side by side."""
+    """Dense directions, stacked with single coordinates."""
     dense = DenseDirections(torch.randn(count, layout.numel, dtype=layout.dtype), layout)
     return StackedDirections((dense, CoordinateDirections(torch.randint(0, layout.numel, (count,)), layout)))
 
@@ -87,7 +87,7 @@ def run(task: et.Task, batches: Any, directions: Directions, norms: bool = True,
 
 
 def gap(found: Tensor, expected: Tensor) -> float:
-    """Largest error of any example, relative to that example's own size (or a thousandth of the largest one's)."""
+    """Largest error of any example, relative to the example's norm (at least a thousandth of the largest norm)."""
     found, expected = found.reshape(len(found), -1).double(), expected.reshape(len(expected), -1).double()
     size = expected.norm(dim=1)
     return float(((found - expected).norm(dim=1) / size.clamp_min(1e-3 * size.max()).clamp_min(1e-30)).max())
@@ -103,7 +103,7 @@ def compare(
     compute: Compute = LAYERWISE,
     tol: float = EXACT,
 ) -> None:
-    """Compare features, squared norms and losses, and (unless None) which parameters went by another engine."""
+    """Compare features, squared norms and losses, and (unless None) which parameters fell back to another engine."""
     made = directions(task.layout)
     gradients, losses = one_at_a_time(task, batches)
     features, squares, values = run(task, batches, made, norms, compute)
@@ -118,7 +118,7 @@ def compare(
 def check(
     model: nn.Module, batches: Any, *, loss: Callable = wavy, params: Any = "trainable", **options: Any
 ) -> et.Task:
-    """Make a task of a model and compare; see there for the options."""
+    """Create a task of a model and compare; see `compare` for the options."""
     task = et.Task(model, loss, params)
     compare(task, batches, **options)
     return task

@@ -1,4 +1,4 @@
-"""A process that fits and scores, and is killed at chosen moments: forked for every attempt, so that torch loads once.
+"""A process that fits and scores and is killed at chosen moments; each attempt is forked, so that torch loads once.
 
 Run as `python -m tests.helpers.killing folder`. It prints what happened as JSON.
 """
@@ -17,8 +17,8 @@ from eigentrace.krylov import resume as iteration
 from tests.helpers.runs import Points, model
 
 STEPS, ROWS, SHARD, BATCH = 20, 240, 16, 8
-# What is counted before a process dies, in the phase it dies in. A product forces three files to the disk and goes
-# through 30 batches; a shard forces four and goes through 2.
+# Moments of a kill by phase: the process is killed at the n-th event of a kind. A product syncs three files to disk and
+# takes 30 batches; a shard syncs four and takes 2.
 MOMENTS = {
     "fit": [("fsync", 5), ("forward", 100), ("fsync", 6), ("replace", 2), ("forward", 120),
             ("fsync", 7), ("replace", 3), ("forward", 160), ("fsync", 8), ("replace", 4)],
@@ -28,7 +28,7 @@ MOMENTS = {
 
 
 class Watched:
-    """Counts what the process does, and ends it without a word when it is time."""
+    """Counts events of the process, and kills it at the chosen moment."""
 
     def __init__(self, folder: Path, phase: str | None, kind: str, count: int) -> None:
         self.folder, self.victim, self.kind, self.left = folder, phase, kind, count
@@ -50,14 +50,14 @@ class Watched:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def evaluated(self, examples: int) -> None:
-        """Write down, where no kill can lose it, that examples went through the model."""
+        """Record, in a file that survives a kill, how many examples the model evaluated."""
         with (self.folder / f"{self.phase}.count").open("ab", buffering=0) as file:
             file.write(examples.to_bytes(4, "little"))
         self.saw("forward")
 
 
 class Model(nn.Module):
-    """The small classifier, which tells how many examples it sees."""
+    """The small classifier, which records how many examples it evaluates."""
 
     def __init__(self, watched):
         super().__init__()
@@ -70,7 +70,7 @@ class Model(nn.Module):
 
 
 def work(folder: Path, watched: Watched, rows: int = ROWS, steps: int = STEPS) -> None:
-    """Fit and score into a run, going on from whatever is there."""
+    """Fit and score into a run, resuming from existing files."""
     torch.set_num_threads(1)
     iteration.SECONDS_BETWEEN_SAVES = 0.0
     data = et.Data(Points(rows), batch_size=BATCH)
@@ -80,7 +80,7 @@ def work(folder: Path, watched: Watched, rows: int = ROWS, steps: int = STEPS) -
 
 
 def attempt(folder: Path, counts: Path, victim: str | None = None, kind: str = "", count: int = 0, **options) -> int:
-    """Do the work in a process of its own; return the signal that ended it, or 0."""
+    """Do the work in a separate process; return the signal that ended it, or 0."""
     counts.mkdir(exist_ok=True)
     pid = os.fork()
     if pid == 0:
@@ -104,7 +104,7 @@ def evaluated(counts: Path, phase: str) -> int:
 
 
 def main(base: Path) -> None:
-    """Work once undisturbed, once killed at every moment, and twice on little to see what a start costs."""
+    """Work once without kills, once killed at every moment, and twice on little data to measure the cost of a start."""
     attempt(base / "whole", base / "whole-counts")
     killed = {
         phase: [attempt(base / "killed", base / "killed-counts", phase, *moment) for moment in moments]

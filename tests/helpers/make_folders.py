@@ -1,4 +1,4 @@
-"""Tiny Hugging Face folders, built from configs without any download, as `save_pretrained` leaves them."""
+"""Tiny Hugging Face model folders, built from configs without any download, as written by `save_pretrained`."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def bert(folder: Path, **config: Any) -> Path:
 
 
 def roberta(folder: Path) -> Path:
-    """A classifier that counts positions from behind its padding token: 20 entries, 18 tokens; no limit is told."""
+    """A classifier whose positions start after the padding index: 20 entries, 18 tokens; it declares no limit."""
     import transformers
 
     tokenizer = _words(transformers, eos_token="<end>", pad_token="<pad>")
@@ -42,7 +42,7 @@ def roberta(folder: Path) -> Path:
 
 
 def gpt2(folder: Path) -> Path:
-    """A language model whose tokenizer has no padding token, with 20 positions: no multiple of 8."""
+    """A language model whose tokenizer has no padding token, with 20 positions, which is not a multiple of 8."""
     import transformers
 
     tokenizer = _words(transformers, eos_token="<end>", model_max_length=20)
@@ -65,7 +65,7 @@ def t5(folder: Path) -> Path:
 
 
 def marian(folder: Path) -> Path:
-    """An encoder-decoder whose decoder starts with padding, and whose embedding holds that row constant."""
+    """An encoder-decoder whose decoder starts with the padding token, whose embedding is constant."""
     import transformers
 
     tokenizer = _words(transformers, eos_token="<end>", pad_token="<pad>", model_max_length=24)
@@ -78,7 +78,7 @@ def marian(folder: Path) -> Path:
 
 
 def vit(folder: Path, **processor: Any) -> Path:
-    """A classifier of images in three classes, with the settings its images are prepared by."""
+    """A classifier of images in three classes, with the settings of its image processor."""
     import transformers
 
     settings = transformers.ViTConfig(
@@ -118,7 +118,7 @@ def pixels(count: int, seed: int = 0) -> list[np.ndarray]:
 
 
 def _words(transformers: Any, **special: Any) -> Any:
-    """A tokenizer that knows whole words, and ends every text with the end token."""
+    """A tokenizer of whole words that appends the end token to every text."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     vocabulary = {word: i for i, word in enumerate(["<end>", "<pad>", "<unk>", *WORDS])}
@@ -131,7 +131,7 @@ def _words(transformers: Any, **special: Any) -> Any:
 
 def _save(folder: Path, model: Any, tokenizer: Any = None) -> Path:
     generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():  # larger than at a start, so that every weight matters
+    for parameter in model.parameters():  # larger than the usual initialisation, so that every weight matters
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
     model.save_pretrained(folder)
     if tokenizer is not None:

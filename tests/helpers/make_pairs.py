@@ -1,4 +1,4 @@
-"""Sentence pairs of given sizes, in random words."""
+"""Pairs of random sentences with given lengths."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from experiments.translation.parts.corpora import END, PAD, Pairs, rounded
 
 
 def make_pairs(sizes: Sequence[tuple[int, int]] | np.ndarray, seed: int = 0, words: int = 30) -> Pairs:
-    """Draw pairs of so many (source, target) tokens, END included."""
+    """Draw pairs with the given numbers of (source, target) tokens, END included."""
     draw = np.random.default_rng(seed)
     sides = []
     for side in np.asarray(sizes).T:

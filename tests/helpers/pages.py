@@ -1,4 +1,4 @@
-"""Small runs to look at: digits as images, and pairs of sentences some of which are hostile to a page."""
+"""Small runs for tests of the page: digits as images, and pairs of sentences with injection attempts."""
 
 import json
 import warnings
@@ -26,14 +26,14 @@ HOSTILE = (
     "javascript:alert(1) {{constructor.constructor('alert(1)')()}} ${alert(1)}",
     "a\u202egnp.txt \ufffd line\u2028break",
 )
-"""Texts that must be shown as they are, and do nothing."""
+"""Texts that must be displayed unchanged and never executed."""
 SOURCES = ("web", "books", "<b>forum</b>")
 
 
 def digit_run(folder: Path) -> Path:
     """Train a tiny network on 200 digits, 40 of them mislabeled, score them, and return the run's directory.
 
-    It has ids, the columns `corrupted`, `true_label` and `scanner`, and a request that can be moved with it.
+    It has ids, the columns `corrupted`, `true_label` and `scanner`, and a request whose paths are relative to the run.
     """
     run = folder / "run"
     run.mkdir(parents=True)
@@ -54,10 +54,10 @@ def digit_run(folder: Path) -> Path:
 
 
 def pair_run(folder: Path) -> Path:
-    """Score pairs of sentences by a tiny encoder-decoder, and return the run's directory.
+    """Score pairs of sentences with a tiny encoder-decoder, and return the run's directory.
 
-    The first rows hold the hostile texts, on either side in turn, and hostile ids; the last text has 3,000 letters.
-    Beside the texts the TSV file has the columns `id` and `source`.
+    The first rows have hostile ids and hostile texts, alternately as source and target; the last text has 3,000
+    characters. The TSV file also has the columns `id` and `source`.
     """
     run = folder / "run"
     run.mkdir(parents=True)
@@ -78,7 +78,7 @@ def pair_run(folder: Path) -> Path:
 
 def _score(run: Path, how: dict, classes: tuple[str, ...] | None, network: dict | None = None) -> None:
     (run / "request.json").write_text(json.dumps(how))
-    kept = run.parent / "network.safetensors"  # beside the run until it is scored: a run begins in a bare directory
+    kept = run.parent / "network.safetensors"  # moved into the run later: scoring needs an empty directory
     if network is not None:
         save_file(network, kept)
     trust_run(how["input"], run)

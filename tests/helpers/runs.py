@@ -1,4 +1,4 @@
-"""A small trained classifier and a run of it: what the tests of runs share."""
+"""A small trained classifier and a run of it, shared by the tests of runs."""
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ def model(seed=0):
 
 
 class Points(Dataset):
-    """Examples computed from their row: as many as asked for, none of them held."""
+    """A dataset of any length whose examples are computed from their row."""
 
     def __init__(self, size=60):
         self.size = size

@@ -1,4 +1,4 @@
-"""A server on a run: inside the test, or as a process of its own that can be killed."""
+"""A server on a run: inside the test process, or in a separate process that can be killed."""
 
 import http.client
 import json
@@ -20,18 +20,18 @@ STARTING = (
 
 
 def client(run, **options):
-    """Ask an application without a network in between."""
+    """Return a test client of the application, which needs no network."""
     return TestClient(make_app(run, token=TOKEN, hosts=["testserver"], **options))
 
 
 class Started:
-    """A real server, asked by a real connection."""
+    """A server in a separate process, with requests over TCP."""
 
     def __init__(self, process, url):
         self.process, self.place = process, urlsplit(url)
 
     def ask(self, method, path, body=None, **headers):
-        """Return the status and the answer."""
+        """Send a request; return the status and the parsed JSON."""
         connection = http.client.HTTPConnection(self.place.hostname, self.place.port, timeout=300)
         try:
             given = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -50,7 +50,7 @@ class Started:
 
 @contextmanager
 def started(run):
-    """Start `eigentrace.page.server.run_server` in a process of its own; it is killed in the end."""
+    """Start `eigentrace.page.server.run_server` in a separate process, which is killed on exit."""
     command = [sys.executable, "-c", STARTING, str(run), TOKEN]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -1,4 +1,4 @@
-"""A small classifier with its data, and tables of cases: what the tests of bad input and of files share."""
+"""A small classifier with its data, and tables of cases, shared by the tests of bad input and of files."""
 
 import pytest
 import torch
@@ -7,11 +7,11 @@ from torch import nn
 
 import eigentrace as et
 
-CHEAP = et.RandProj(keep=2)  # a method whose fit is little more than the checks
+CHEAP = et.RandProj(keep=2)  # a method whose fit does little besides the checks
 
 
 def table(cases):
-    """Turn {name: (*values)} into a parametrisation with the names as ids."""
+    """Convert {name: (*values)} to a parametrisation with the names as ids."""
     return [pytest.param(*case, id=name) for name, case in cases.items()]
 
 

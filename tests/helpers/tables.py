@@ -1,4 +1,4 @@
-"""Columns in memory that decisions can be made from, as they are from a run."""
+"""Columns in memory, from which decisions can be made as from a run."""
 
 import numpy as np
 

@@ -26,7 +26,7 @@ def network() -> nn.Sequential:
 
 
 def make(folder: str) -> Inputs:
-    """Make the task and the data."""
+    """Return the task and the data."""
     kept = load_file(Path(folder) / "network.safetensors")
     labels = kept.pop("given_labels")
     model = network()

@@ -1,4 +1,4 @@
-"""The folder that docs/text_classifier.md begins with: a small trained classifier, and a CSV with some wrong labels."""
+"""The starting point of docs/text_classifier.md: a small trained classifier, and a CSV with some wrong labels."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ ROWS, WRONG = 160, 8
 
 
 def commands() -> list[tuple[str, str]]:
-    """Read the page's commands, each with the output the page shows."""
+    """Parse the commands of the page, each with the output that the page shows."""
     blocks = re.findall(r"```console\n\$ (.*?)```", PAGE.read_text(), re.DOTALL)
     return [tuple(block.split("\n", 1)) for block in blocks]
 
@@ -71,14 +71,14 @@ def _train(folder: Path, texts: list[str], labels: list[int]) -> None:
 
 
 def shape(text):
-    """What is left of an output when numbers and classes, which depend on the machine, are taken out."""
+    """Return an output without numbers and classes, which depend on the machine."""
     text = re.sub(r"-?\d[\d,.]*\d(e[+-]?\d+)?|-?\d+", "#", text)
     text = re.sub(r"\b(cat|dog|bird)\b", "class", text)
     return [" ".join(line.split()) for line in text.strip().split("\n")]
 
 
 def check_cleaned(folder, wrong):
-    """The cleaned file has the lines that were kept, as they were; what went is mostly what was wrong."""
+    """Check that the cleaned file has the kept lines unchanged, and that dropped lines mostly had wrong labels."""
     decided = pq.read_table(folder / "decisions.parquet").to_pydict()
     dropped = [row for row, decision in enumerate(decided["decision"]) if decision == "drop"]
     header, *lines = (folder / "train.csv").read_bytes().splitlines(keepends=True)
