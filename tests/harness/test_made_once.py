@@ -3,11 +3,11 @@
 import subprocess
 import sys
 
-import pytest
 import torch
 
 from experiments.shared.kept import keep
 from harness.files import alone, made_once
+from tests.helpers.expecting import refused
 from tests.helpers.places import ROOT
 
 
@@ -52,7 +52,7 @@ def test_processes_take_turns_however_often_the_lock_comes_and_goes(tmp_path):
 
 def test_whoever_fails_lets_the_next_one_try(tmp_path):
     path = tmp_path / "file"
-    with pytest.raises(RuntimeError, match="no luck"), alone(path):
+    with refused(RuntimeError, "no luck"), alone(path):
         raise RuntimeError("no luck")
     made_once(path, path.touch)
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
