@@ -8,6 +8,7 @@ from torch import nn
 
 import eigentrace as et
 from eigentrace.errors import InputError, MismatchError, UnsupportedError
+from tests.helpers.expecting import refused
 from tests.helpers.small import examples, net
 
 ARNOLDI = et.Arnoldi(steps=40, keep=6, sample=None)
@@ -90,7 +91,7 @@ def test_the_unit_is_the_members(task, batch):
     assert torch.allclose(curved.self_influence(batch, unit="nats") * 500, curved.self_influence(batch))
     mixed = et.Ensemble([ARNOLDI.fit(task, batch), PROJ.fit(task, batch)])
     assert not mixed.has_curvature
-    with pytest.raises(UnsupportedError, match="have no unit"):
+    with refused(UnsupportedError, "Ensemble", "unit='nats'"):
         mixed.self_influence(batch, unit="nats")
 
 
@@ -120,19 +121,19 @@ def test_separate_fits_are_read_back_with_their_tasks(batch, tmp_path):
     fitted.save(tmp_path / "fit")
     loaded = et.load(tmp_path / "fit", tasks)
     assert torch.equal(loaded.self_influence(batch), fitted.self_influence(batch))
-    with pytest.raises(MismatchError, match="another model, other weights"):
+    with refused(MismatchError, tmp_path / "fit" / "member-0"):
         et.load(tmp_path / "fit", tasks[::-1])
-    with pytest.raises(InputError, match="has 2 members, got 1 tasks"):
+    with refused(InputError, tmp_path / "fit", 2, 1):
         et.load(tmp_path / "fit", tasks[:1])
 
 
 def test_a_save_that_fails_leaves_nothing(task, batch, tmp_path):
     mixed = et.Ensemble([ARNOLDI.fit(task, batch), et.Loss().fit(task, batch)])
-    with pytest.raises(UnsupportedError, match="nothing to save"):
+    with refused(UnsupportedError, "Ensemble"):
         mixed.save(tmp_path / "fit")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "there").mkdir()
-    with pytest.raises(InputError, match="exists already"):
+    with refused(InputError, tmp_path / "there"):
         et.Ensemble([ARNOLDI.fit(task, batch)]).save(tmp_path / "there")
 
 
@@ -140,24 +141,24 @@ def test_a_single_fit_is_still_read_back(task, batch, tmp_path):
     fitted = ARNOLDI.fit(task, batch)
     fitted.save(tmp_path / "fit")
     assert torch.equal(et.load(tmp_path / "fit", task).self_influence(batch), fitted.self_influence(batch))
-    with pytest.raises(InputError, match="load takes the Task"):
+    with refused(InputError, "load", "Task", "list"):
         et.load(tmp_path / "fit", [task])
 
 
 def test_what_is_refused(task, batch):
-    with pytest.raises(InputError, match="at least one fit"):
+    with refused(InputError, "Ensemble", "[]"):
         et.Ensemble([])
-    with pytest.raises(InputError, match="at least one fit"):
+    with refused(InputError, "Ensemble", "Arnoldi"):
         et.Ensemble([ARNOLDI])
-    with pytest.raises(InputError, match=r"agree on the number of training examples, got \[20, 99\]"):
+    with refused(InputError, "num_train", "[20, 99]"):
         et.Ensemble([PROJ.fit(task, batch), PROJ.fit(task, batch, num_train=99)])
-    with pytest.raises(InputError, match="has checkpoints of its own"):
+    with refused(InputError, "TracIn", "checkpoints"):
         et.Ensemble.fit(et.TracIn(states()), task, batch, checkpoints=states())
-    with pytest.raises(InputError, match="takes a method, then a Task"):
+    with refused(InputError, "Ensemble.fit", "Task", "Sequential"):
         et.Ensemble.fit(ARNOLDI, task.model, batch, checkpoints=states())
-    with pytest.raises(UnsupportedError, match="Ensemble has no spectrum"):
+    with refused(UnsupportedError, "Ensemble", "spectrum"):
         _ = et.Ensemble([ARNOLDI.fit(task, batch)]).spectrum
-    with pytest.raises(UnsupportedError, match="Ensemble keeps no directions"):
+    with refused(UnsupportedError, "Ensemble", "directions"):
         _ = et.Ensemble([et.Loss().fit(task, batch)]).weights
 
 

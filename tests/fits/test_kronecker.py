@@ -81,9 +81,9 @@ def test_bases_diagonalise_the_covariances():
         output.retain_grad()
         taken.update(left=output, right=inputs[0])
 
-    model.a.register_forward_hook(keep)
+    hook = model.a.register_forward_hook(keep)
     wavy(model, (x,)).sum().backward()
-    model.a._forward_hooks.clear()
+    hook.remove()
     model.zero_grad()
     with task.session():
         found = dict(zip(("left", "right"), eigenbases(task, as_data([(x,)]), Compute())["a.weight"], strict=True))

@@ -14,6 +14,7 @@ from eigentrace.disk import manifest as directories
 from eigentrace.disk.manifest import write_directory
 from eigentrace.disk.tensors import ALIGNED, read_tensors, write_tensors
 from eigentrace.errors import InputError, MismatchError
+from tests.helpers.expecting import refused
 from tests.helpers.small import cross_entropy, examples, fit, net, table
 
 
@@ -115,20 +116,19 @@ def moved(change):
 
 
 OTHERS = {
-    "weights": (lambda: moved(lambda m: m[0].weight[0, 0].add_(1e-3)),),
-    "selection": (lambda: et.classification(net(), params="2.*"),),
-    "architecture": (lambda: et.classification(nn.Linear(3, 3)),),
-    "names": (lambda: et.classification(nn.Sequential(nn.Sequential(*net()))),),
-    "type": (lambda: et.classification(net().double()),),
-    "buffers": (lambda: moved(lambda m: m.register_buffer("extra", torch.ones(1))),),
+    "weights": (lambda: moved(lambda m: m[0].weight[0, 0].add_(1e-3)), "31 in 4"),
+    "selection": (lambda: et.classification(net(), params="2.*"), "15 in 2"),
+    "architecture": (lambda: et.classification(nn.Linear(3, 3)), "12 in 2"),
+    "names": (lambda: et.classification(nn.Sequential(nn.Sequential(*net()))), "31 in 4"),
+    "type": (lambda: et.classification(net().double()), "31 in 4"),
+    "buffers": (lambda: moved(lambda m: m.register_buffer("extra", torch.ones(1))), "31 in 4"),
 }
 
 
-@pytest.mark.parametrize("make", table(OTHERS))
-def test_other_task_is_refused(make, task, tmp_path):
+@pytest.mark.parametrize(("make", "given"), table(OTHERS))
+def test_other_task_is_refused(make, given, task, tmp_path):
     fit(task).save(tmp_path / "fit")
-    match = r"made for 100% of 31 parameters .* of another model, other weights, or another selection than this task's"
-    with pytest.raises(MismatchError, match=match):
+    with refused(MismatchError, tmp_path / "fit", "31 in 4", given):
         et.load(tmp_path / "fit", make())
 
 
@@ -142,6 +142,7 @@ def twice(model, batch):
     return 2 * cross_entropy(model, batch)
 
 
+ANOTHER = ("row 3", 2.522, 5.044)  # the one of the tried examples whose loss is furthest from what it was
 QUESTIONS = {
     "self": (lambda fitted, data, path: fitted.self_influence(data),),
     "cross": (lambda fitted, data, path: fitted.influence(data, tuple(t[9:] for t in data)),),
@@ -150,13 +151,12 @@ QUESTIONS = {
     "coordinates": (lambda fitted, data, path: fitted.stored(data),),
     "ranked": (lambda fitted, data, path: fitted.stored(data).influence_topk(data, tuple(t[9:] for t in data), k=2),),
 }
-ANOTHER = r"another loss than the one this fit was made with: that of row \d was .* then and is .* Load the fit with"
 
 
 @pytest.mark.parametrize("ask", table(QUESTIONS))
 def test_another_loss_is_refused_when_the_fit_is_asked(ask, task, tmp_path):
     fit(task, method=METHODS["arnoldi"]).save(tmp_path / "fit")
-    with pytest.raises(MismatchError, match=ANOTHER):
+    with refused(MismatchError, *ANOTHER):
         ask(et.load(tmp_path / "fit", et.Task(net(), twice)), examples(), tmp_path)
     ask(et.load(tmp_path / "fit", et.Task(net(), cross_entropy)), examples(), tmp_path)
 
@@ -164,13 +164,13 @@ def test_another_loss_is_refused_when_the_fit_is_asked(ask, task, tmp_path):
 @pytest.mark.parametrize("name", ["exact", "inverse", "randproj", "tracin", "tracin over checkpoints"])
 def test_another_loss_is_refused_whatever_was_fitted(name, task, tmp_path):
     fit(task, method=METHODS[name]).save(tmp_path / "fit")
-    with pytest.raises(MismatchError, match=ANOTHER):
+    with refused(MismatchError, *ANOTHER):
         et.load(tmp_path / "fit", et.Task(net(), twice)).self_influence(examples())
 
 
 def test_another_loss_is_refused_by_an_ensemble(task, tmp_path):
     et.Ensemble.fit(et.RandProj(keep=2), task, examples(), checkpoints=[state(1), state(2)]).save(tmp_path / "fit")
-    with pytest.raises(MismatchError, match=ANOTHER):
+    with refused(MismatchError, "row 0", 5.217, 10.43):
         et.load(tmp_path / "fit", et.Task(net(), twice)).self_influence(examples())
 
 
@@ -186,7 +186,7 @@ def test_the_loss_is_tried_on_examples_of_the_fit_only(task, tmp_path):
     loaded = et.load(tmp_path / "fit", et.Task(net(), counted))
     loaded.self_influence((x[12:], y[12:]))  # not among those that were tried: nothing to compare
     before = len(calls)
-    with pytest.raises(MismatchError, match=r"that of row 1 was"):
+    with refused(MismatchError, "row 1", 0.2738, 0.5475):
         loaded.self_influence((torch.cat([x[15:16], x[:1]]), torch.cat([y[15:16], y[:1]])))
     assert calls[before:] == [2]
 
@@ -222,41 +222,41 @@ def manifest(folder, **changes):
 
 
 DAMAGE = {
-    "no manifest": (lambda at: (at / "manifest.json").unlink(), r"holds no manifest\.json, so it is not a saved fit"),
-    "cut manifest": (lambda at: cut(at / "manifest.json"), r"manifest\.json is damaged .*Save the fit again"),
-    "binary manifest": (lambda at: (at / "manifest.json").write_bytes(b"\xff\xfe\x00"), "is damaged"),
+    "no manifest": (lambda at: (at / "manifest.json").unlink(), ("manifest.json",)),
+    "cut manifest": (lambda at: cut(at / "manifest.json"), ("manifest.json",)),
+    "binary manifest": (lambda at: (at / "manifest.json").write_bytes(b"\xff\xfe\x00"), ("manifest.json",)),
     "list manifest": (
         lambda at: (at / "manifest.json").write_text("[1]"),
-        r"says list where \('fit', 1\) was expected",
+        ("manifest.json", "list", ("fit", 1)),
     ),
-    "other kind": (lambda at: manifest(at, kind="run"), r"says \('run', 1\) where \('fit', 1\) was expected"),
-    "newer format": (lambda at: manifest(at, format=2), r"says \('fit', 2\) .*another version of eigentrace"),
-    "cut tensors": (lambda at: cut(at / "eigenpairs.safetensors"), r"eigenpairs\.safetensors is damaged or cut short"),
-    "empty tensors": (lambda at: (at / "eigenpairs.safetensors").write_bytes(b""), "is damaged or cut short"),
-    "no tensors": (lambda at: (at / "eigenpairs.safetensors").unlink(), r"eigenpairs\.safetensors is missing"),
+    "other kind": (lambda at: manifest(at, kind="run"), ("manifest.json", ("run", 1), ("fit", 1))),
+    "newer format": (lambda at: manifest(at, format=2), ("manifest.json", ("fit", 2), ("fit", 1))),
+    "cut tensors": (lambda at: cut(at / "eigenpairs.safetensors"), ("eigenpairs.safetensors",)),
+    "empty tensors": (lambda at: (at / "eigenpairs.safetensors").write_bytes(b""), ("eigenpairs.safetensors",)),
+    "no tensors": (lambda at: (at / "eigenpairs.safetensors").unlink(), ("eigenpairs.safetensors",)),
 }
 
 
-@pytest.mark.parametrize(("damage", "match"), table(DAMAGE))
-def test_damaged_fit_is_refused(damage, match, task, tmp_path):
+@pytest.mark.parametrize(("damage", "mentions"), table(DAMAGE))
+def test_damaged_fit_is_refused(damage, mentions, task, tmp_path):
     fit(task, method=METHODS["arnoldi"]).save(tmp_path / "fit")
     damage(tmp_path / "fit")
-    with pytest.raises(MismatchError, match=match):
+    with refused(MismatchError, tmp_path / "fit", *mentions):
         et.load(tmp_path / "fit", task)
 
 
 def test_missing_block_is_refused(task, tmp_path):
     fit(task, method=METHODS["tracin over checkpoints"]).save(tmp_path / "fit")
     (tmp_path / "fit" / "block-1.safetensors").unlink()
-    with pytest.raises(MismatchError, match=r"block-1\.safetensors is missing"):
+    with refused(MismatchError, tmp_path / "fit" / "block-1.safetensors"):
         et.load(tmp_path / "fit", task)
 
 
 def test_path_that_is_no_fit_is_refused(task, tmp_path):
-    with pytest.raises(MismatchError, match=r"nothing holds no manifest\.json"):
+    with refused(MismatchError, tmp_path / "nothing", "manifest.json"):
         et.load(tmp_path / "nothing", task)
     (tmp_path / "file").write_text("")
-    with pytest.raises(MismatchError, match="file is a file, and a saved fit is a directory"):
+    with refused(MismatchError, tmp_path / "file"):
         et.load(tmp_path / "file", task)
 
 
@@ -267,7 +267,7 @@ def test_path_that_is_no_fit_is_refused(task, tmp_path):
 def test_nothing_is_overwritten(make, task, tmp_path):
     path = tmp_path / "fit"
     make(path)
-    with pytest.raises(InputError, match=r"fit exists already and is left as it is\. Choose another path"):
+    with refused(InputError, path):
         fit(task).save(path)
     assert list(tmp_path.iterdir()) == [path]
     assert path.is_dir() or path.read_text() == "mine"
@@ -281,7 +281,7 @@ def test_a_failure_leaves_nothing_behind(call, task, tmp_path, monkeypatch):
     target = {"fsync": os, "rename": directories.Path, "write_tensors": directories, "dumps": directories.json}[call]
     fitted = fit(task)
     monkeypatch.setattr(target, call, fail)
-    with pytest.raises(OSError, match="No space left"):
+    with refused(OSError, "No space left on device"):
         fitted.save(tmp_path / "fit")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
@@ -308,7 +308,7 @@ def test_everything_is_on_disk_before_the_name_appears(task, tmp_path, monkeypat
 
 
 def test_numbers_that_json_cannot_hold_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="not JSON compliant"):
+    with refused(ValueError, "nan"):
         write_directory(tmp_path / "fit", {"delta": float("nan")}, {})
     assert list(tmp_path.iterdir()) == []
 
@@ -323,14 +323,14 @@ def _edit(folder, change):
 def test_a_manifest_with_a_part_missing_is_refused(key, task, tmp_path):
     et.Arnoldi(steps=10, keep=2).fit(task, examples()).save(tmp_path / "fit")
     _edit(tmp_path / "fit", lambda manifest: manifest.pop(key))
-    with pytest.raises(MismatchError, match=f"incomplete or was edited .*{key}.*Save the fit again"):
+    with refused(MismatchError, tmp_path / "fit", repr(key)):
         et.load(tmp_path / "fit", task)
 
 
 def test_a_cut_with_a_part_missing_is_refused(task, tmp_path):
     et.Arnoldi(steps=10, keep=2).fit(task, examples()).save(tmp_path / "fit")
     _edit(tmp_path / "fit", lambda manifest: manifest["cut"].pop("tail"))
-    with pytest.raises(MismatchError, match="incomplete or was edited"):
+    with refused(MismatchError, tmp_path / "fit", "'tail'"):
         et.load(tmp_path / "fit", task)
 
 
@@ -339,12 +339,12 @@ def test_rows_of_another_shape_are_refused(task, tmp_path):
     file = tmp_path / "fit" / "eigenpairs.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"directions": tensors["directions"][:, :-1].contiguous()}, file)
-    with pytest.raises(MismatchError, match=r"saved directions are .* expected"):
+    with refused(MismatchError, "directions", (2, 30), (2, 31)):
         et.load(tmp_path / "fit", task)
 
 
 def test_load_takes_a_task(task, tmp_path):
-    with pytest.raises(InputError, match="load takes the Task the fit was made with, got Sequential"):
+    with refused(InputError, "load", "Task", "Sequential"):
         et.load(tmp_path / "fit", task.model)
 
 

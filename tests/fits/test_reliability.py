@@ -9,7 +9,7 @@ from torch import nn
 
 import eigentrace as et
 from eigentrace.errors import InputError
-from eigentrace.fits.reliability import _agreement
+from tests.helpers.expecting import expect_mentions, refused
 from tests.helpers.small import examples, net
 
 METHOD = et.Arnoldi(steps=30, keep=5)
@@ -24,22 +24,6 @@ def batch():
 @pytest.fixture
 def task():
     return et.classification(net().double())
-
-
-@pytest.mark.parametrize("ties", [False, True])
-def test_rank_correlation_is_scipys(ties):
-    a, b = torch.randn(2, 50, dtype=torch.float64)
-    if ties:
-        a, b = (a * 2).round(), (b * 2).round()
-    assert _agreement(a[None], b[None]) == pytest.approx(spearmanr(a, b).statistic, abs=1e-12)
-
-
-def test_rows_that_do_not_vary_are_left_out():
-    a = torch.stack([torch.arange(5.0), torch.ones(5)])
-    assert _agreement(a, a) == pytest.approx(1.0)
-    assert _agreement(a[1:], a[1:]) is None
-    nothing = et.Reliability(None, None, 10, 5, 2)
-    assert "undefined for self-influence" in str(nothing)
 
 
 class Fixed:
@@ -73,6 +57,35 @@ def asked(answer, batch):
     return et.rank_agreement(Method(), None, batch), seen
 
 
+@pytest.mark.parametrize("ties", [False, True])
+def test_rank_correlation_is_scipys(ties, batch):
+    given = {60: [], 8 * 60: []}
+
+    def answer(count):
+        scores = torch.randn(count, dtype=torch.float64)
+        given[count].append((scores * 2).round() if ties else scores)
+        return given[count][-1]
+
+    found, _ = asked(answer, batch)
+    assert found.self_influence == pytest.approx(spearmanr(*given[60]).statistic, abs=1e-12)
+    pairs = zip(*(scores.view(8, 60) for scores in given[8 * 60]), strict=True)
+    expected = [spearmanr(a, b).statistic for a, b in pairs]
+    assert found.influence == pytest.approx(sum(expected) / 8, abs=1e-12)
+
+
+def test_queries_whose_scores_do_not_vary_are_left_out(batch):
+    def answer(count):
+        scores = torch.arange(60.0).repeat(count // 60, 1)
+        scores[1:] = 1.0
+        return scores.flatten()
+
+    found, _ = asked(answer, batch)
+    assert found.influence == pytest.approx(1.0)
+    nothing, _ = asked(torch.ones, batch)
+    assert (nothing.self_influence, nothing.influence) == (None, None)
+    expect_mentions(str(nothing), ["undefined", "self-influence"])
+
+
 def test_the_halves_are_disjoint_and_come_from_the_sample(batch):
     found, (first, second) = asked(lambda n: torch.arange(n).double(), batch)
     assert (found.self_influence, found.influence) == (pytest.approx(1.0), pytest.approx(1.0))
@@ -96,7 +109,7 @@ def test_a_fit_keeps_it_through_saving_and_cutting(task, batch, tmp_path):
     assert found == et.rank_agreement(METHOD, task, batch)
     assert -1 <= found.influence <= 1
     assert found.self_influence > 0.3  # two halves of 30 examples of one small model
-    assert f"{found.self_influence:.3f} for self-influence" in str(found)
+    expect_mentions(str(found), [f"{found.self_influence:.3f}", f"{found.influence:.3f}"])
     fitted.save(tmp_path / "fit")
     assert et.load(tmp_path / "fit", task).reliability == found
     assert fitted.distill(keep=3).reliability == found
@@ -123,11 +136,11 @@ def test_more_examples_agree_more():
 
 
 def test_what_is_refused(task, batch):
-    with pytest.raises(InputError, match="at least 16 examples in the curvature sample, got 10"):
+    with refused(InputError, "sample", 16, 10):
         et.rank_agreement(et.Arnoldi(steps=10, keep=2, sample=10), task, batch)
-    with pytest.raises(InputError, match="nothing to halve"):
+    with refused(InputError, "RandProj"):
         et.rank_agreement(et.RandProj(), task, batch)
-    with pytest.raises(InputError, match="reliability must be True or False"):
+    with refused(InputError, "reliability", 1):
         et.Arnoldi(reliability=1)
-    with pytest.raises(InputError, match="queries must be a whole number"):
+    with refused(InputError, "queries", 0):
         et.rank_agreement(METHOD, task, batch, queries=0)

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import eigentrace as et
 from eigentrace.errors import InputError, PrecisionWarning, UnsupportedError
 from eigentrace.numeric.seeding import generator_of
+from tests.helpers.expecting import refused, warned
 from tests.helpers.models import CASES, dense_gradients
 from tests.helpers.places import DOCS
 
@@ -129,9 +130,9 @@ def test_dropped_directions_join_the_stored_tail(cases, fits, tail):
     again = small.recut_features(stored.features(case.batches), stored)
     assert relative(again, small.features(case.batches)) < 1e-8
     assert torch.equal(small.distill(keep=K).features(case.batches), stored.features(case.batches))
-    with pytest.raises(InputError, match="hold 3 directions, not all of the 8"):
+    with refused(InputError, "directions", 3, 8):
         stored.recut_features(again, small)
-    with pytest.raises(InputError, match="other coordinates than this cut"):
+    with refused(InputError, "coordinates", 12, 4):
         stored.stored(coordinates=4).recut_features(stored.features(case.batches), stored)
     bare = stored.distill(keep=2, tail=None)
     assert torch.equal(bare.recut_features(again, small), again[:, :2])
@@ -149,9 +150,9 @@ def test_a_shaped_tail_takes_its_own_delta(cases, fits):
     # a large δ drowns the energies: what is left is the flat tail
     flat, wide = fitted.distill(tail=1e6), fitted.distill(tail="shaped", delta=1e6)
     assert relative(wide.self_influence(case.batches), flat.self_influence(case.batches)) < 1e-5
-    with pytest.raises(InputError, match="delta belongs to tail='shaped', and tail is 'auto'"):
+    with refused(InputError, "delta", "tail='shaped'", "'auto'"):
         fitted.distill(delta=0.1)
-    with pytest.raises(InputError, match="delta is δ, a positive number"):
+    with refused(InputError, "delta", 0.0):
         fitted.distill(tail="shaped", delta=0.0)
 
 
@@ -236,7 +237,7 @@ def test_the_sample_is_the_fits_own(single):
     assert own.coordinates.total == pytest.approx(again.coordinates.total)
     assert own.coordinates.total != pytest.approx(every.coordinates.total, rel=1e-6)
     assert torch.equal(own.self_influence(data), fitted.self_influence(data))
-    with pytest.raises(InputError, match="sample must be a whole number of at least 1, got 0"):
+    with refused(InputError, "sample", 1, 0):
         fitted.with_coordinates(data, 10, sample=0)
 
 
@@ -244,7 +245,7 @@ def test_a_small_delta_worries_only_fits_that_subtract(single):
     task, data = single
     stored = et.Arnoldi(steps=60, keep=5, coordinates=20).fit(task, data).stored()
     assert (stored.distill(tail=1e-9).self_influence(data) > 0).all()
-    with pytest.warns(PrecisionWarning, match="below 0.0001 of the largest"):
+    with warned(PrecisionWarning, "tail=1e-09", 0.0001):
         stored.distill(tail=1e-9).unstored()
 
 
@@ -252,15 +253,15 @@ def test_what_cannot_be_stored_says_why(cases, fits):
     case, fitted = cases["mlp"], fits("mlp")
     bare = et.Arnoldi(keep=3, **WHOLE).fit(case.task, case.batches)
     for ask in (bare.stored, lambda: bare.distill(tail="shaped")):
-        with pytest.raises(InputError, match=r"holds no coordinates .* fitted.with_coordinates\(data\)"):
+        with refused(InputError, "fitted.with_coordinates(data)", "Arnoldi(coordinates=...)"):
             ask()
-    with pytest.raises(InputError, match="tail=None keeps no tail"):
+    with refused(InputError, "tail=None"):
         fitted.distill(tail=None).stored()
-    with pytest.raises(InputError, match="holds 12 coordinates, so 13 are too many"):
+    with refused(InputError, "coordinates", 12, 13):
         fitted.stored(coordinates=13)
     projected = et.RandProj(4).fit(case.task, case.batches)
     for ask in (projected.stored, lambda: projected.with_coordinates(case.batches)):
-        with pytest.raises(UnsupportedError, match="RandProj keeps no eigenpairs"):
+        with refused(UnsupportedError, "RandProj", "eigenpairs"):
             ask()
     assert fitted.stored().distill(tail=None).cut == fitted.distill(tail=None).cut
     assert fitted.captured is None
@@ -269,14 +270,14 @@ def test_what_cannot_be_stored_says_why(cases, fits):
 def test_features_of_another_shape_are_refused(cases, fits):
     case, stored = cases["mlp"], fits("mlp").stored()
     phi = stored.features(case.batches)
-    for wrong in (phi[:, :-1], phi[0], phi.numpy()):
-        with pytest.raises(InputError, match="matrices with 20 columns, got"):
+    for wrong, got in ((phi[:, :-1], (17, 19)), (phi[0], "(20,)"), (phi.numpy(), "ndarray")):
+        with refused(InputError, 20, got):
             stored.from_features(wrong, phi)
-    with pytest.raises(UnsupportedError, match="need whole gradients"):
+    with refused(UnsupportedError, "fitted.stored(data)", "tail=None"):
         stored.unstored().from_features(phi[:, :K], phi[:, :K])
-    with pytest.raises(InputError, match="one squared gradient norm for each of 17 examples"):
+    with refused(InputError, "square_norms", 17, "None"):
         stored.unstored().self_from_features(phi[:, :K])
-    with pytest.raises(InputError, match="one squared gradient norm"):
+    with refused(InputError, "square_norms", 17, "(3,)"):
         stored.self_from_features(phi, torch.ones(3))
     projected = et.RandProj(4).fit(case.task, case.batches)
     psi = projected.features(case.batches)
@@ -291,12 +292,7 @@ def test_features_of_another_shape_are_refused(cases, fits):
 def test_a_gpu_gives_the_same(cases, fits, tail, tmp_path):
     for name in ("mlp", "conv", "transformer"):
         case, here = cases[name], fits(name).distill(tail=tail)
-        task = et.Task(
-            copy.deepcopy(case.task.model).cuda(),
-            l2=case.task.l2,
-            outputs=case.task._outputs,
-            output_loss=case.task._output_loss,
-        )
+        task = case.make_task(copy.deepcopy(case.task.model).cuda())
         there = et.Arnoldi(keep=K, tail=tail, coordinates=R, **WHOLE).fit(task, case.batches)
         there.save(tmp_path / name)
         for fit in (there, et.load(tmp_path / name, task)):

@@ -1,5 +1,6 @@
-"""Small models with every feature that has broken an influence library, and dense float64 oracles for them."""
+"""Small models with the features that are known to break influence libraries, and dense float64 oracles for them."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ class ConvNet(nn.Module):
 
 
 class TinyTransformer(nn.Module):
-    """Attention with a mask, LayerNorm, dropout, tied embeddings: a language model whose output reuses its input."""
+    """A language model with masked attention, LayerNorm, dropout and tied embeddings."""
 
     def __init__(self, vocabulary: int = 7, width: int = 4) -> None:
         super().__init__()
@@ -75,6 +76,7 @@ class Case:
     task: et.Task
     batches: list[Any]
     queries: list[Any]
+    make_task: Callable[..., et.Task] = et.classification  # the same task of another model
 
     @property
     def num_examples(self) -> int:
@@ -82,7 +84,7 @@ class Case:
 
 
 def _trained(model: nn.Module, task: et.Task, batches: list[Any], steps: int = 60, lr: float = 0.05) -> None:
-    """Take a few full-batch steps: curvature at a random start is a poor test of curvature at a trained model."""
+    """Take a few full-batch steps, since curvature at initialisation differs from that of a trained model."""
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(params, lr=lr)
     model.eval()
@@ -101,9 +103,10 @@ def _classifier(
     model = model.to(dtype)
     batches = [(inputs(size).to(dtype), torch.randint(0, 3, (size,))) for size in (7, 7, 3)]
     queries = [(inputs(2).to(dtype), torch.randint(0, 3, (2,))) for _ in range(2)]
-    task = et.classification(model, l2=l2)
+    make_task = functools.partial(et.classification, l2=l2)
+    task = make_task(model)
     _trained(model, task, batches)
-    return Case(task, batches, queries)
+    return Case(task, batches, queries, make_task)
 
 
 def mlp(dtype: torch.dtype = torch.float64) -> Case:
@@ -124,7 +127,7 @@ def recurrent() -> Case:
 
 
 def transformer() -> Case:
-    """A masked language model with tied embeddings, its loss the sum over valid tokens."""
+    """A masked language model with tied embeddings, whose loss is the sum over valid tokens."""
     model = TinyTransformer().double()
 
     def batch(size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,10 +139,11 @@ def transformer() -> Case:
         _, targets, mask = batch
         return (F.cross_entropy(logits.transpose(1, 2), targets, reduction="none") * mask).sum(dim=1)
 
-    task = et.Task(model, outputs=lambda m, b: m(b[0], b[2]), output_loss=output_loss, l2=0.1)
+    make_task = functools.partial(et.Task, outputs=lambda m, b: m(b[0], b[2]), output_loss=output_loss, l2=0.1)
+    task = make_task(model)
     batches = [batch(size) for size in (5, 5, 2)]
     _trained(model, task, batches)
-    return Case(task, batches, [batch(3)])
+    return Case(task, batches, [batch(3)], make_task)
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -152,14 +156,14 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def make(name: str) -> Case:
-    """Build a case from a fixed seed, leaving the global random state alone."""
+    """Build a case from a fixed seed, without changing the global random state."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
         return CASES[name]()
 
 
 def dense_hessian(case: Case, kind: str = "hessian") -> Tensor:  # (P, P)
-    """Write the curvature down by plain double backward (and Jacobians), with nothing of the library's but the loss."""
+    """Compute the curvature by plain double backward (and Jacobians); only the loss comes from the library."""
     task, total = case.task, 0.0
     with task.session(), torch.enable_grad():
         for batch in case.batches:
@@ -206,7 +210,7 @@ def _call(task: et.Task, flat: Tensor, function: Callable[[nn.Module], Tensor]) 
 
 
 def dense_gradients(task: et.Task, batches: list[Any], measure: Callable | None = None) -> Tensor:  # (N, P)
-    """Differentiate each example's loss on its own, by an ordinary backward pass."""
+    """Differentiate each example's loss separately, by an ordinary backward pass."""
     rows = []
     with task.session(), torch.enable_grad():
         for batch in batches:

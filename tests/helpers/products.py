@@ -1,6 +1,5 @@
 """Products of one batch's curvature with a vector."""
 
-import eigentrace as et
 from eigentrace.curvature.products import Differentiation, product_of
 
 
@@ -15,5 +14,5 @@ def product(task, batch, v, kind="gauss-newton", form=Differentiation.DUAL, prec
 
 
 def in_float(case):
-    task = et.Task(case.task.model.float(), outputs=case.task._outputs, output_loss=case.task._output_loss)
+    task = case.make_task(case.task.model.float(), l2=0.0)
     return task, tuple(t.float() if t.is_floating_point() else t for t in case.batches[0])

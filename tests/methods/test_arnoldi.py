@@ -1,7 +1,6 @@
 """What only Arnoldi has: steps, samples, restarts, cuts, the tail."""
 
 import dataclasses
-import re
 import warnings
 
 import numpy as np
@@ -20,7 +19,9 @@ from eigentrace.errors import (
     UnsupportedError,
 )
 from eigentrace.krylov.iterate import Ending
+from tests.helpers.expecting import refused, warned
 from tests.helpers.models import Case, dense_gradients, dense_hessian
+from tests.helpers.small import cross_entropy
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_a_smaller_cut_equals_a_smaller_fit(problem):
     assert torch.equal(cut.distill(keep=30).self_influence(data), large.self_influence(data))
     assert cut.distill(tail=None).delta is None
     assert cut.distill(tail=0.5).delta == pytest.approx(0.5)
-    with pytest.raises(InputError, match="holds 30 directions, so keep=31 is too many"):
+    with refused(InputError, "keep=31", 30):
         large.distill(keep=31)
 
 
@@ -158,7 +159,7 @@ def test_eigenvalues_match_the_dense_curvature(cases):
 
 def test_too_few_steps_are_told(problem):
     task, data = problem
-    with pytest.warns(ConvergenceWarning, match=re.escape("Raise `steps` or lower `keep`")):
+    with warned(ConvergenceWarning, "steps", "keep", 12):
         fitted = et.Arnoldi(steps=12, keep=12).fit(task, data)
     assert fitted.spectrum.converged is False
 
@@ -189,7 +190,7 @@ def test_an_unsettled_delta_is_never_too_large(problem):
     # Ritz values of a positive matrix stay below the eigenvalues they tend to, so too few steps make δ too small.
     task, data = problem
     settled = et.Arnoldi(steps=100, keep=12).fit(task, data)
-    with pytest.warns(ConvergenceWarning):
+    with warned(ConvergenceWarning, "steps", "keep", 12, 14):
         hasty = et.Arnoldi(steps=14, keep=12).fit(task, data)
     assert hasty.delta < settled.delta
     assert (hasty.self_influence(data) > 0).all()
@@ -225,18 +226,18 @@ def test_layers_are_restricted_by_one_argument(cases):
 
 def test_a_loss_only_task_uses_the_hessian(cases):
     case = cases["mlp"]
-    task = et.Task(case.task.model, loss=case.task._loss, l2=0.1)
+    task = et.Task(case.task.model, cross_entropy, l2=0.1)
     assert et.Arnoldi(steps=30, keep=5).fit(task, case.batches).method["curvature"] == "auto"
-    with pytest.raises(InputError, match="needs a task that knows its outputs"):
+    with refused(InputError, "curvature='gauss-newton'", "outputs", "output_loss"):
         et.Arnoldi(curvature="gauss-newton").fit(task, case.batches)
 
 
 def test_gradient_methods_have_no_spectrum(problem):
     task, data = problem
     fitted = et.RandProj(4).fit(task, data)
-    with pytest.raises(UnsupportedError, match="RandProj has no spectrum"):
+    with refused(UnsupportedError, "RandProj", "spectrum"):
         _ = fitted.spectrum
-    with pytest.raises(UnsupportedError, match="RandProj keeps no eigenpairs"):
+    with refused(UnsupportedError, "RandProj", "eigenpairs"):
         fitted.distill(keep=2)
 
 
@@ -254,7 +255,7 @@ def test_a_bad_row_is_never_passed_over(problem, method):
     x, y = data.tensors
     bad = y.clone()
     bad[150:160] = 7  # ten labels that are no class, in the middle of the data
-    with pytest.raises(NumericalError, match=r"not finite|diverged"):
+    with refused(NumericalError, "row", 7, 3):
         method.fit(task, TensorDataset(x, bad)).influence(data, (x[:2], y[:2]))
 
 
@@ -282,7 +283,7 @@ def test_the_exact_hessian_says_what_does_not_run_in_float64(cast):
         return nn.functional.cross_entropy(model(batch[0]), batch[1], weight=weight, reduction="none")
 
     data = [(torch.randn(6, 3), torch.tensor([0, 1] * 3))]
-    with pytest.raises(TaskError, match=r"does not run in float64: .* fixed to float32"):
+    with refused(TaskError, "float64", "float32"):
         et.ExactHessian(damping=1.0).fit(et.Task(Casting(), loss), data)
 
 
@@ -296,7 +297,7 @@ def test_a_loss_that_is_not_convex_in_the_outputs_is_told():
         )
         for convex in (True, False)
     }
-    with pytest.warns(EigentraceWarning, match="negative eigenvalue, .* is not convex in the outputs.*'hessian'"):
+    with warned(EigentraceWarning, "output_loss", "curvature='hessian'"):
         et.Arnoldi(steps=8, keep=4).fit(tasks[False], data)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

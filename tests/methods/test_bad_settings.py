@@ -10,54 +10,50 @@ from torch import nn
 
 import eigentrace as et
 from eigentrace.errors import DataError, EigentraceWarning, InputError, MismatchError, NumericalError, UnsupportedError
+from tests.helpers.expecting import refused, warned
 from tests.helpers.small import CHEAP, cross_entropy, examples, fit, net, table
 
 # --- the methods' settings --------------------------------------------------------------------------------------------
 
+TAILS = ("'auto'", "'shaped'", None)  # what a tail may be beside a number
 SETTINGS = {
-    "keep above steps": (
-        lambda: et.Arnoldi(steps=10, keep=11),
-        "keep=11 eigenpairs cannot come from steps=10.*Raise steps",
-    ),
-    "inverse keep": (lambda: et.InverseArnoldi(steps=10, keep=11), "keep=11 eigenpairs cannot come from steps=10"),
-    "keep 0": (lambda: et.Arnoldi(keep=0), "keep must be .* at least 1, got 0"),
-    "half a step": (lambda: et.Arnoldi(steps=20.5), "steps must be a whole number of at least 1, got 20.5"),
-    "half a row": (lambda: et.RandProj(keep=2.5), "keep must be a whole number of at least 1, got 2.5"),
-    "half a sample": (lambda: et.Arnoldi(sample=2.5), "sample must be a whole number of at least 1, got 2.5"),
-    "text seed": (lambda: et.Arnoldi(seed="a"), "seed must be a whole number of at least 0, got 'a'"),
-    "text basis": (lambda: et.Arnoldi(basis="bf16"), "basis must be an eigentrace.Basis, got 'bf16'"),
-    "text solver": (lambda: et.InverseArnoldi(solver="lissa"), "solver must be an eigentrace.Lissa, got 'lissa'"),
-    "yes for a tail": (lambda: et.Arnoldi(tail=True), "tail must be 'auto', 'shaped', None or .* got True"),
-    "list for a tail": (lambda: et.Arnoldi(tail=[1]), r"tail must be 'auto', 'shaped', None or .* got \[1\]"),
-    "steps 0": (lambda: et.Arnoldi(steps=0), "steps must be .* at least 1, got 0"),
-    "sample 0": (lambda: et.Arnoldi(sample=0), "sample must be .* at least 1, got 0"),
-    "text steps": (lambda: et.Arnoldi(steps="200"), "steps must be .* got '200'"),
-    "negative tail": (lambda: et.Arnoldi(tail=-0.1), "tail is δ, a positive number .* got -0.1"),
-    "zero tail": (lambda: et.Arnoldi(tail=0), "tail is δ, a positive number .* got 0"),
-    "unknown tail": (lambda: et.Arnoldi(tail="none"), "tail must be 'auto', 'shaped', None or .* got 'none'"),
-    "basis dtype": (lambda: et.Basis(dtype="fp16"), "dtype must be 'fp32' or 'bf16', got 'fp16'"),
-    "basis place": (lambda: et.Basis(place="disk"), "place must be 'device' or 'host', got 'disk'"),
-    "basis size": (lambda: et.Basis(max_vectors=2), "max_vectors must be at least 3, got 2"),
-    "basis restart": (lambda: et.Basis(max_vectors=5, restart_keep=5), "between 1 and max_vectors - 1, got 5"),
-    "restart alone": (lambda: et.Basis(restart_keep=5), "restart_keep .* got 5 with max_vectors=None"),
-    "too few carried": (
-        lambda: et.Arnoldi(keep=20, basis=et.Basis(max_vectors=20)),
-        "12 carried vectors cannot settle keep=20",
-    ),
-    "RandProj keep": (lambda: et.RandProj(keep=0), "keep must be .* at least 1, got 0"),
-    "RandSelect keep": (lambda: et.RandSelect(keep=True), "keep must be .* got True"),
-    "lissa damping": (lambda: et.Lissa(damping=1.0), "damping must be below 1, got 1.0"),
-    "lissa negative": (lambda: et.Lissa(damping=-0.1), "damping must be a finite number of at least 0, got -0.1"),
-    "lissa scale": (lambda: et.Lissa(scale=0.0), "scale must be positive or 'auto', got 0.0"),
-    "lissa scale text": (lambda: et.Lissa(scale="big"), "scale must be positive or 'auto', got 'big'"),
-    "lissa depth": (lambda: et.Lissa(depth=0), "depth must be .* at least 1, got 0"),
-    "exact damping": (lambda: et.ExactHessian(damping=-1), "damping must be .* at least 0, got -1"),
+    "keep above steps": (lambda: et.Arnoldi(steps=10, keep=11), ("keep=11", "steps=10")),
+    "inverse keep": (lambda: et.InverseArnoldi(steps=10, keep=11), ("keep=11", "steps=10")),
+    "keep 0": (lambda: et.Arnoldi(keep=0), ("keep", 1, 0)),
+    "half a step": (lambda: et.Arnoldi(steps=20.5), ("steps", 1, 20.5)),
+    "half a row": (lambda: et.RandProj(keep=2.5), ("keep", 1, 2.5)),
+    "half a sample": (lambda: et.Arnoldi(sample=2.5), ("sample", 1, 2.5)),
+    "text seed": (lambda: et.Arnoldi(seed="a"), ("seed", 0, "'a'")),
+    "text basis": (lambda: et.Arnoldi(basis="bf16"), ("basis", "eigentrace.Basis", "'bf16'")),
+    "text solver": (lambda: et.InverseArnoldi(solver="lissa"), ("solver", "eigentrace.Lissa", "'lissa'")),
+    "yes for a tail": (lambda: et.Arnoldi(tail=True), ("tail", *TAILS, True)),
+    "list for a tail": (lambda: et.Arnoldi(tail=[1]), ("tail", *TAILS, [1])),
+    "steps 0": (lambda: et.Arnoldi(steps=0), ("steps", 1, 0)),
+    "sample 0": (lambda: et.Arnoldi(sample=0), ("sample", 1, 0)),
+    "text steps": (lambda: et.Arnoldi(steps="200"), ("steps", "'200'")),
+    "negative tail": (lambda: et.Arnoldi(tail=-0.1), ("tail", -0.1)),
+    "zero tail": (lambda: et.Arnoldi(tail=0), ("tail", 0)),
+    "unknown tail": (lambda: et.Arnoldi(tail="none"), ("tail", *TAILS, "'none'")),
+    "basis dtype": (lambda: et.Basis(dtype="fp16"), ("dtype", "'fp32'", "'bf16'", "'fp16'")),
+    "basis place": (lambda: et.Basis(place="disk"), ("place", "'device'", "'host'", "'disk'")),
+    "basis size": (lambda: et.Basis(max_vectors=2), ("max_vectors", 3, 2)),
+    "basis restart": (lambda: et.Basis(max_vectors=5, restart_keep=5), ("restart_keep", "max_vectors=5", 5)),
+    "restart alone": (lambda: et.Basis(restart_keep=5), ("restart_keep", "max_vectors=None", 5)),
+    "too few carried": (lambda: et.Arnoldi(keep=20, basis=et.Basis(max_vectors=20)), ("keep=20", "max_vectors", 12)),
+    "RandProj keep": (lambda: et.RandProj(keep=0), ("keep", 1, 0)),
+    "RandSelect keep": (lambda: et.RandSelect(keep=True), ("keep", True)),
+    "lissa damping": (lambda: et.Lissa(damping=1.0), ("damping", 1.0)),
+    "lissa negative": (lambda: et.Lissa(damping=-0.1), ("damping", 0, -0.1)),
+    "lissa scale": (lambda: et.Lissa(scale=0.0), ("scale", "'auto'", 0.0)),
+    "lissa scale text": (lambda: et.Lissa(scale="big"), ("scale", "'auto'", "'big'")),
+    "lissa depth": (lambda: et.Lissa(depth=0), ("depth", 1, 0)),
+    "exact damping": (lambda: et.ExactHessian(damping=-1), ("damping", 0, -1)),
 }
 
 
-@pytest.mark.parametrize(("make", "match"), table(SETTINGS))
-def test_setting_is_refused(make, match):
-    with pytest.raises(InputError, match=match):
+@pytest.mark.parametrize(("make", "mentions"), table(SETTINGS))
+def test_setting_is_refused(make, mentions):
+    with refused(InputError, *mentions):
         make()
 
 
@@ -70,39 +66,39 @@ FITS = {
         et.Arnoldi(steps=4, keep=2, curvature="gauss-newton"),
         {},
         InputError,
-        "gauss-newton' needs a task that",
+        ("curvature='gauss-newton'", "outputs", "output_loss"),
     ),
     "unknown curvature": (
         et.Arnoldi(steps=4, keep=2, curvature="fisher"),
         {},
         InputError,
-        "'gauss-newton', got 'fisher'",
+        ("curvature", "'auto'", "'hessian'", "'gauss-newton'", "'fisher'"),
     ),
-    "precision": (et.Arnoldi(steps=4, keep=2, precision="fp16"), {}, InputError, "precision must be .* got 'fp16'"),
+    "precision": (et.Arnoldi(steps=4, keep=2, precision="fp16"), {}, InputError, ("precision", "'fp16'")),
     "restart spread": (
         et.Arnoldi(steps=9, keep=2, sample=4, spread=True, basis=et.Basis(max_vectors=5)),
         {},
         InputError,
-        r"cannot be restarted when the matrix changes .*spread=False",
+        ("Basis(max_vectors=None)", "spread=False"),
     ),
     "too large": (
         et.ExactHessian(max_params=30),
         {},
         InputError,
-        r"exact Hessian of 31 parameters .* stops at 30\. Select fewer",
+        ("max_params", 31, 30),
     ),
-    "select too many": (et.RandSelect(keep=32), {}, InputError, "keep=32 is more than the 31 selected parameters"),
-    "num_train 0": (CHEAP, {"num_train": 0}, InputError, "num_train .* at least 1, got 0"),
-    "singular": (et.ExactHessian(), {}, NumericalError, "Hessian is singular: .*Give damping, or the l2"),
-    "lissa diverges": (et.Lissa(scale=1e-3), {}, NumericalError, "LiSSA diverged at iteration .* Raise scale"),
-    "rates": (et.TracIn(learning_rates=[0.1, 0.2]), {}, InputError, "Got 2 learning_rates for 1 checkpoints"),
-    "negative rate": (et.TracIn(learning_rates=[-0.1]), {}, InputError, r"learning_rates\[0\] must be .* at least 0"),
+    "select too many": (et.RandSelect(keep=32), {}, InputError, ("keep=32", 31)),
+    "num_train 0": (CHEAP, {"num_train": 0}, InputError, ("num_train", 1, 0)),
+    "singular": (et.ExactHessian(), {}, NumericalError, ("Hessian", "damping", "l2")),
+    "lissa diverges": (et.Lissa(scale=1e-3), {}, NumericalError, ("scale=0.001", 1, 100)),
+    "rates": (et.TracIn(learning_rates=[0.1, 0.2]), {}, InputError, ("learning_rates", 2, 1)),
+    "negative rate": (et.TracIn(learning_rates=[-0.1]), {}, InputError, ("learning_rates[0]", 0, -0.1)),
 }
 
 
-@pytest.mark.parametrize(("method", "options", "error", "match"), table(FITS))
-def test_fit_is_refused(method, options, error, match):
-    with pytest.raises(error, match=match):
+@pytest.mark.parametrize(("method", "options", "error", "mentions"), table(FITS))
+def test_fit_is_refused(method, options, error, mentions):
+    with refused(error, *mentions):
         fit(loss_task(), method=method, **options).self_influence(examples())
 
 
@@ -129,39 +125,39 @@ ASKED = {
     "normalize": (
         lambda f: f.self_influence(examples(), normalize="l2"),
         InputError,
-        "'gradient' or 'metric', got 'l2'",
+        ("normalize", "'gradient'", "'metric'", "'l2'"),
     ),
     "unit": (
         lambda f: f.influence(examples(), examples(), unit="bits"),
         InputError,
-        "unit must be None or 'nats', got 'bits'",
+        ("unit", "'nats'", "'bits'"),
     ),
     "normalised nats": (
         lambda f: f.self_influence(examples(), normalize="gradient", unit="nats"),
         InputError,
-        "normalised by 'gradient' are ratios without a unit",
+        ("'gradient'", "unit=None"),
     ),
     "metric of self": (
         lambda f: f.distill(tail=0.1).self_influence(examples(), normalize="metric"),
         InputError,
-        "is 1 for every example",
+        ("normalize='metric'",),
     ),
     "negative metric": (
         lambda f: f.influence(examples(), examples(), normalize="metric"),
         NumericalError,
-        r"negative eigenvalues .* fitted.distill\(positive_only=True\), a tail",
+        ("normalize='metric'", "fitted.distill(positive_only=True)"),
     ),
-    "keep too large": (lambda f: f.distill(keep=32), InputError, r"holds \d+ directions, so keep=32 is too many"),
-    "keep 0": (lambda f: f.distill(keep=0), InputError, "keep must be a whole number of at least 1, got 0"),
-    "tail": (lambda f: f.distill(tail=-1.0), InputError, "tail is δ"),
-    "data": (lambda f: f.self_influence(None), DataError, "Expected data, got NoneType"),
-    "queries": (lambda f: f.influence(examples(), []), DataError, "list of batches is empty"),
+    "keep too large": (lambda f: f.distill(keep=32), InputError, ("directions", "keep=32")),
+    "keep 0": (lambda f: f.distill(keep=0), InputError, ("keep", 1, 0)),
+    "tail": (lambda f: f.distill(tail=-1.0), InputError, ("tail", -1.0)),
+    "data": (lambda f: f.self_influence(None), DataError, ("NoneType",)),
+    "queries": (lambda f: f.influence(examples(), []), DataError, ("[]",)),
 }
 
 
-@pytest.mark.parametrize(("ask", "error", "match"), table(ASKED))
-def test_question_is_refused(indefinite, ask, error, match):
-    with pytest.raises(error, match=match):
+@pytest.mark.parametrize(("ask", "error", "mentions"), table(ASKED))
+def test_question_is_refused(indefinite, ask, error, mentions):
+    with refused(error, *mentions):
         ask(indefinite)
 
 
@@ -173,46 +169,43 @@ def test_remedies_of_a_negative_metric_work(indefinite, change):
 
 
 UNKNOWN = {
-    "nats": (lambda f: f.self_influence(examples(), unit="nats"), "no curvature, so its scores .* have no unit"),
-    "distill": (lambda f: f.distill(keep=1), "TracIn keeps no eigenpairs"),
-    "spectrum": (lambda f: f.spectrum, "TracIn has no spectrum"),
-    "features": (
-        lambda f: f.features(examples()),
-        "TracIn keeps no directions to project on",
-    ),
+    "nats": (lambda f: f.self_influence(examples(), unit="nats"), "unit='nats'"),
+    "distill": (lambda f: f.distill(keep=1), "eigenpairs"),
+    "spectrum": (lambda f: f.spectrum, "spectrum"),
+    "features": (lambda f: f.features(examples()), "directions"),
 }
 
 
-@pytest.mark.parametrize(("ask", "match"), table(UNKNOWN))
-def test_gradient_method_refuses(gradients, ask, match):
-    with pytest.raises(UnsupportedError, match=match):
+@pytest.mark.parametrize(("ask", "lacking"), table(UNKNOWN))
+def test_gradient_method_refuses(gradients, ask, lacking):
+    with refused(UnsupportedError, "TracIn", lacking):
         ask(gradients)
 
 
 def test_solving_method_refuses(lissa, tmp_path):
-    with pytest.raises(UnsupportedError, match="Lissa keeps no directions to project on"):
+    with refused(UnsupportedError, "Lissa", "directions"):
         lissa.features(examples())
-    with pytest.raises(UnsupportedError, match="Lissa caches nothing, so there is nothing to save"):
+    with refused(UnsupportedError, "Lissa"):
         lissa.save(tmp_path / "fit")
-    with pytest.raises(UnsupportedError, match="Lissa has no spectrum"):
+    with refused(UnsupportedError, "Lissa", "spectrum"):
         _ = lissa.spectrum
-    with pytest.raises(UnsupportedError, match="Lissa keeps no eigenpairs"):
+    with refused(UnsupportedError, "Lissa", "eigenpairs"):
         lissa.distill(keep=2)
-    with pytest.raises(NumericalError, match="promises nothing about them"):
+    with refused(NumericalError, "normalize='metric'"):
         lissa.influence(examples(), examples(), normalize="metric")
 
 
 def test_loss_refuses(tmp_path):
     fitted = fit(method=et.Loss())
     asked = {
-        "Loss keeps no directions to project on": lambda: fitted.features(examples()),
-        "Loss caches nothing": lambda: fitted.save(tmp_path / "fit"),
-        "normalize='gradient' has no meaning": lambda: fitted.self_influence(examples(), normalize="gradient"),
-        "scores single examples, not pairs": lambda: fitted.influence(examples(), examples()),
-        "have no unit": lambda: fitted.self_influence(examples(), unit="nats"),
+        "directions": lambda: fitted.features(examples()),
+        "caches": lambda: fitted.save(tmp_path / "fit"),
+        "normalize='gradient'": lambda: fitted.self_influence(examples(), normalize="gradient"),
+        "pairs": lambda: fitted.influence(examples(), examples()),
+        "unit='nats'": lambda: fitted.self_influence(examples(), unit="nats"),
     }
-    for match, ask in asked.items():
-        with pytest.raises(UnsupportedError, match=match):
+    for lacking, ask in asked.items():
+        with refused(UnsupportedError, "Loss", lacking):
             ask()
 
 
@@ -224,54 +217,48 @@ def state(seed=0):
 
 
 STATES = {
-    "missing key": (
-        lambda: {k: v for k, v in state().items() if k != "0.bias"},
-        r"lacks 1 of the model's 4 .*'0\.bias'",
-    ),
-    "another model": (lambda: nn.Conv1d(1, 1, 1).state_dict(), "lacks 4 of the model's 4 tensors.*another model"),
-    "wrong shape": (
-        lambda: state() | {"0.bias": torch.zeros(5)},
-        r"'0\.bias' has shape \(5,\), the model's has \(4,\)",
-    ),
-    "no tensors": (lambda: {"epoch": 3}, "the state dict holds no state dict: expected tensors by name"),
+    "missing key": (lambda: {k: v for k, v in state().items() if k != "0.bias"}, ("'0.bias'", 1, 4, 3)),
+    "another model": (lambda: nn.Conv1d(1, 1, 1).state_dict(), ("'0.bias'", 4, 2)),
+    "wrong shape": (lambda: state() | {"0.bias": torch.zeros(5)}, ("'0.bias'", "(5,)", "(4,)")),
+    "no tensors": (lambda: {"epoch": 3}, ("'epoch'",)),
 }
 
 
-@pytest.mark.parametrize(("make", "match"), table(STATES))
-def test_checkpoint_of_another_model(make, match):
-    with pytest.raises(MismatchError, match=match):
+@pytest.mark.parametrize(("make", "mentions"), table(STATES))
+def test_checkpoint_of_another_model(make, mentions):
+    with refused(MismatchError, *mentions):
         fit(method=et.TracIn([state(), make()]))
 
 
 def test_checkpoint_of_a_larger_model_warns():
-    with pytest.warns(EigentraceWarning, match=r"has 1 tensors that the model has not \(first: '4.weight'\)"):
+    with warned(EigentraceWarning, 1, "'4.weight'"):
         fit(method=et.TracIn(state() | {"4.weight": torch.zeros(3)}))
 
 
 def test_uncopied_state_dicts_are_refused():
     model = net()
-    with pytest.raises(InputError, match=r"State dicts 0 and 2 are the same tensors.*copy\.deepcopy"):
+    with refused(InputError, 0, 2, "copy.deepcopy(model.state_dict())"):
         fit(method=et.TracIn([model.state_dict(), state(), model.state_dict()]))
 
 
 def test_checkpoint_of_another_kind_is_refused():
-    with pytest.raises(InputError, match="a path or a state dict, got int"):
+    with refused(InputError, "int"):
         fit(method=et.TracIn([3]))
-    with pytest.raises(InputError, match="No checkpoints given"):
+    with refused(InputError, "checkpoints"):
         fit(method=et.TracIn([]))
 
 
 def test_checkpoint_path_is_missing(tmp_path):
-    with pytest.raises(InputError, match=r"no\.pt does not exist"):
+    with refused(InputError, tmp_path / "no.pt"):
         fit(method=et.TracIn(tmp_path / "no.pt"))
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(InputError, match=r"holds no checkpoints: looked for model\.safetensors"):
+    with refused(InputError, tmp_path, "model.safetensors"):
         fit(method=et.TracIn(tmp_path))
 
 
 def test_single_checkpoint_of_a_training_folder_warns(tmp_path):
     torch.save(state(), tmp_path / "epoch=1-step=9.ckpt")
-    with pytest.warns(EigentraceWarning, match="single checkpoint.*delete earlier ones by default"):
+    with warned(EigentraceWarning, tmp_path, "save_total_limit", "save_top_k"):
         fit(method=et.TracIn(tmp_path))
 
 
@@ -288,7 +275,7 @@ class Payload:
 def test_pickle_with_code_is_not_executed(tmp_path):
     file, proof = tmp_path / "model.pt", tmp_path / "code-ran"
     torch.save(state() | {"payload": Payload(proof)}, file)
-    with pytest.raises(InputError, match=r"holds more than tensors, and reading it would run code .*mkdir"):
+    with refused(InputError, file, "posix.mkdir"):
         fit(method=et.TracIn(file))
     assert not proof.exists()
     torch.load(file, weights_only=False)  # the payload is real
@@ -298,7 +285,7 @@ def test_pickle_with_code_is_not_executed(tmp_path):
 @pytest.mark.parametrize("value", ["5", 1.5, True, 0])
 @pytest.mark.parametrize("method", [CHEAP, et.Loss(), et.ExactHessian(damping=1.0)])
 def test_num_train_must_be_a_count(method, value):
-    with pytest.raises(InputError, match="num_train must be a whole number of at least 1, got"):
+    with refused(InputError, "num_train", 1, repr(value)):
         fit(method=method, num_train=value)
 
 
@@ -309,9 +296,11 @@ def test_numpy_numbers_are_numbers():
     assert [block.identity for block in fitted.blocks] == pytest.approx([0.1, 0.2])
 
 
-@pytest.mark.parametrize(("rates", "match"), [([], "Got 0 learning_rates for 1"), ([float("inf")], "finite number")])
-def test_learning_rates_are_checked(rates, match):
-    with pytest.raises(InputError, match=match):
+@pytest.mark.parametrize(
+    ("rates", "mentions"), [([], ("learning_rates", 0, 1)), ([float("inf")], ("learning_rates[0]", "inf"))]
+)
+def test_learning_rates_are_checked(rates, mentions):
+    with refused(InputError, *mentions):
         fit(method=et.TracIn([net(1).state_dict()], learning_rates=rates))
 
 
@@ -320,5 +309,5 @@ def test_the_loss_baseline_checks_what_it_returns():
     fitted = fit(method=et.Loss())
     bad = x.clone()
     bad[7] = torch.nan
-    with pytest.raises(NumericalError, match="row 7"):
+    with refused(NumericalError, "row 7"):
         fitted.self_influence((bad, y))

@@ -1,4 +1,4 @@
-"""What every method's fit can be asked, and the meaning of the answers: sign, unit, normalisation."""
+"""The interface of all fits, and the sign, unit and normalisation of their scores."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -27,58 +27,59 @@ Unit = Literal["nats"] | None
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a fit can be asked beside the score of single examples."""
+    """What a fit supports in addition to scores of single examples."""
 
     influence: bool = False
-    """Scores of pairs: an example and a query."""
+    """Scores of pairs of an example and a query."""
     features: bool = False
-    """K numbers per example, from which its scores follow."""
+    """K numbers per example, from which its scores can be computed."""
     save: bool = False
-    """Being written to a directory that `eigentrace.load` reads."""
+    """Saving to a directory that `eigentrace.load` reads."""
     spectrum: bool = False
     """Eigenvalues of the curvature."""
     distill: bool = False
-    """Other cuts of the same eigenpairs."""
+    """Selecting another cut of the same eigenpairs."""
     unit_gradients: bool = False
-    """`normalize="gradient"`, every gradient scaled to unit length first."""
+    """`normalize="gradient"`, which scales every gradient to unit length first."""
 
 
 _REFUSALS = {
-    "influence": "{} scores single examples, not pairs: use Arnoldi, or TracIn (with normalize='gradient', products of "
-    "unit gradients).",
-    "features": "{} keeps no directions to project on and has no features: use Arnoldi, or RandProj over the same "
+    "influence": "{} scores single examples, not pairs of an example and a query. Use Arnoldi, or TracIn (with "
+    "normalize='gradient' for products of unit gradients).",
+    "features": "{} has no directions to project on, and therefore no features. Use Arnoldi, or RandProj over the same "
     "parameters, for K numbers per example.",
-    "save": "{} caches nothing, so there is nothing to save: keep its settings and fit again.",
-    "spectrum": "{} has no spectrum: it keeps no eigenpairs of the curvature, or its members have one each.",
-    "distill": "{} keeps no eigenpairs of the curvature, so there are no cuts of it and no tail to store: use Arnoldi.",
-    "store": "{} keeps no eigenpairs of its own, so there is no tail that coordinates could stand for: use a fit of "
-    "Arnoldi (of an ensemble, each member's).",
-    "unit_gradients": "{} uses no gradients of the loss, so normalize='gradient' has no meaning: use None.",
+    "save": "{} has nothing to save: its fit contains only settings. Save those, and fit again instead of loading.",
+    "spectrum": "{} has no spectrum: it has no eigenpairs of the curvature. Use Arnoldi; of an ensemble, use the "
+    "spectrum of each member.",
+    "distill": "{} has no eigenpairs of the curvature that could be cut, and no tail. Use Arnoldi.",
+    "store": "{} has no eigenpairs of its own, and therefore no tail that coordinates could represent. Use a fit of "
+    "Arnoldi; of an ensemble, use each member.",
+    "unit_gradients": "{} uses no gradients of the loss, so normalize='gradient' is not supported. Use normalize=None.",
 }
 
 
 class Fitted(ABC):
-    """A fitted method. It is immutable; asking never changes it, the task or the model.
+    """A fitted method. It is immutable, and its methods change neither the task nor the model.
 
     Scores have the paper's sign. Positive: x is a **proponent** of z, removing it raises the loss at z. Negative: an
-    **opponent**. Every fit scores single examples; `can` says what else it can be asked.
+    **opponent**. Every fit scores single examples; `can` lists what else it supports.
     """
 
     task: Task
     method: dict[str, Any]
-    """The settings that made this fit, for the record."""
+    """The settings of the fit."""
     num_train: int
     has_curvature: bool
-    """Only scores with curvature estimate a change of loss, and so have a unit."""
+    """Whether scores use curvature: only then do they estimate a change of loss and have a unit."""
 
     @property
     def can(self) -> Capabilities:
-        """What this fit can be asked beside `self_influence`."""
+        """What this fit supports in addition to `self_influence`."""
         return Capabilities()
 
     @property
     def positive_metric(self) -> bool:
-        """Tell whether every self-influence is positive by construction."""
+        """Whether every self-influence is positive by construction."""
         return False
 
     def self_influence(
@@ -95,7 +96,7 @@ class Fitted(ABC):
         data, compute = as_data(data), checked_compute(compute)
         self._check(normalize, unit)
         if normalize == "metric":
-            raise InputError("Self-influence normalised in the metric is 1 for every example: use 'gradient' or None.")
+            raise InputError("normalize='metric' makes every self-influence 1: use normalize='gradient' or None.")
         scores = self._self(data, queries=False, unit_gradients=normalize == "gradient", compute=compute)
         return scores / self._divisor(unit)
 
@@ -112,7 +113,7 @@ class Fitted(ABC):
 
         Args:
             train: The training examples.
-            queries: The examples asked about; measured by the task's `measurement` if it has one.
+            queries: The examples whose loss, or `measurement` if the task has one, is explained.
             normalize: None, "gradient" (every gradient to unit length) or "metric" (cosine in the H⁻¹ metric).
             unit: None, or "nats": the predicted change of the query's loss when the example is removed.
             compute: Engine, precision, memory and batch size of the passes.
@@ -134,16 +135,16 @@ class Fitted(ABC):
 
     @property
     def reliability(self) -> Reliability | None:
-        """Rank agreement of two fits on halves of the curvature sample, if it was asked for; see `Arnoldi`.
+        """Rank agreement of two fits on halves of the curvature sample, if it was requested; see `Arnoldi`.
 
-        It was measured with the settings of the fit, and stands for other cuts of it too.
+        It was measured with the settings of the fit, and is reported for other cuts of it too.
         """
         found = self.method.get("agreement")
         return None if found is None else Reliability(**found)
 
     @property
     def spectrum(self) -> Spectrum:
-        """Eigenvalues, residual bounds and how the iteration ended, of the directions in use."""
+        """Eigenvalues and residual bounds of the directions in use, and the ending of the iteration."""
         self._require("spectrum")
         return self._spectrum()
 
@@ -155,14 +156,14 @@ class Fitted(ABC):
         *,
         delta: float | None = None,
     ) -> Self:
-        """Return another cut of the same fit; nothing is computed again. What is not given stays as it is.
+        """Return another cut of the same fit, without recomputation. Arguments that are left out keep their value.
 
         Args:
-            keep: How many directions, at most as many as the fit kept. The dropped ones join the tail.
+            keep: Number of directions, at most that of the fit. Dropped ones become part of the tail.
             tail: "auto" for δ = |λ_K|, "shaped" for 1/(energy + δ) along the coordinates of `with_coordinates`, a
                 number for δ, None for the paper's truncation.
             positive_only: Drop directions of negative curvature after taking the top `keep`.
-            delta: δ of a shaped tail; |λ_K| if not given.
+            delta: δ of a shaped tail; |λ_K| by default.
         """
         self._require("distill")
         return self._distilled(keep, tail, positive_only, delta)
@@ -170,27 +171,27 @@ class Fitted(ABC):
     def with_coordinates(
         self, data: Any, coordinates: float = 1024, *, sample: int | None = None, compute: Compute | None = None
     ) -> Self:
-        """Return the same fit with coordinates that stand for its tail, for methods that keep eigenpairs."""
+        """Return the same fit with coordinates that represent its tail, for methods with eigenpairs."""
         raise self._refusal("store")
 
     def stored(self, data: Any = None, coordinates: float | None = None, *, compute: Compute | None = None) -> Self:
-        """Return the fit that scores by features alone, tail included, for methods that keep eigenpairs."""
+        """Return the fit that scores by features alone, including the tail, for methods with eigenpairs."""
         raise self._refusal("store")
 
     def unstored(self) -> Self:
-        """Return the fit that scores by whole gradients, where stored features stand for a part of them."""
+        """Return the fit that scores by whole gradients instead of stored features."""
         return self
 
     def terms(self) -> tuple[Term, ...]:
-        """Return the weighted directions that scores are the sum of; none where scores are no such sum."""
+        """Return the terms whose sum is the score; none if scores are not sums over weighted directions."""
         return ()
 
     def parts(self) -> "dict[str, Fitted]":
-        """Return the fits that this one is made of, by the name of their directories where it is saved."""
+        """Return the fits that this one consists of, by the names of their directories when saved."""
         return {}
 
     def leaves(self) -> "Iterator[Fitted]":
-        """Yield the fits that are made of no others: this one, or those that it is made of."""
+        """Yield the fits without parts: this one, or recursively those of its parts."""
         parts = self.parts()
         if not parts:
             yield self
@@ -198,7 +199,7 @@ class Fitted(ABC):
             yield from part.leaves()
 
     def save(self, path: str | Path) -> None:
-        """Write the fit to a new directory, to be read back by `eigentrace.load`."""
+        """Save the fit to a new directory, which `eigentrace.load` reads."""
         self._require("save")
         for leaf in self.leaves():
             leaf.task.check_unchanged()
@@ -211,36 +212,36 @@ class Fitted(ABC):
             part._write(path / name)
 
     def check_saved(self, path: Path) -> None:
-        """Stop if a directory holds another fit than this one.
+        """Raise MismatchError if a directory contains another fit than this one.
 
-        Two fits of the same settings may still differ, by the examples or the threads they were made with: their
-        features have other signs, and must not meet in one run.
+        Two fits with the same settings may still differ, for instance in the examples or the number of threads. Their
+        features then have other signs, and must not be mixed in one run.
         """
         parts = self.parts()
         for name, part in parts.items():
             part.check_saved(path / name)
         if parts:
             return
-        held, mine = read_manifest(path, "fit"), through_json(self.manifest())
-        same = all(held.get(key) == mine.get(key) for key in ("fingerprint", "method", "cut", "num_train"))
+        saved, own = read_manifest(path, "fit"), through_json(self.manifest())
+        same = all(saved.get(key) == own.get(key) for key in ("fingerprint", "method", "cut", "num_train"))
         if not same or not all(begins_with(path / name, tensors) for name, tensors in self.files().items()):
             raise MismatchError(
-                f"{path} holds another fit (of another model, with other settings or on other examples) than the one "
-                f"given. Score with that one, eigentrace.load({str(path)!r}, task), or choose another directory; "
-                "nothing was changed."
+                f"{path} contains another fit (of another model, with other settings or on other examples) than the "
+                f"one passed. Score with the saved fit, eigentrace.load({str(path)!r}, task), or choose another "
+                "directory. Nothing was changed."
             )
 
     def record(self) -> dict[str, Any]:
-        """Return the settings that scores depend on, in a form that JSON can hold."""
+        """Return the settings that scores depend on, as JSON values."""
         return dict(self.method)
 
     def manifest(self) -> dict[str, Any]:
-        """Say what the fit is and which model it belongs to, as `save` writes it."""
+        """Return the manifest that `save` writes, which describes the fit and its model."""
         self._require("save")
         return self._manifest()
 
     def files(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors that `save` writes, by the names of their files."""
+        """Return the tensors that `save` writes, by file name."""
         self._require("save")
         return self._files()
 
@@ -248,11 +249,11 @@ class Fitted(ABC):
     def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor: ...
 
     def scores_of_rows(self, data: Data, rows: range, compute: Compute) -> Tensor:  # (n,)
-        """Score a stretch of rows as a pass over all of the data would."""
+        """Return the self-influence of a range of rows, equal to that from a pass over all of the data."""
         part = data if rows == range(len(data)) else data.take(rows)
         return self._self(part, queries=False, unit_gradients=False, compute=compute)
 
-    # What follows is called only where `can` says so.
+    # The following methods are called only if `can` says that they are supported.
 
     def _cross(self, train: Data, queries: Data, *, unit_gradients: bool, compute: Compute) -> Tensor:
         raise NotImplementedError
@@ -286,17 +287,19 @@ class Fitted(ABC):
             raise InputError(f"unit must be None or 'nats', got {unit!r}.")
         if unit == "nats" and not self.has_curvature:
             raise UnsupportedError(
-                "This method has no curvature, so its scores are not changes of loss and have no unit. Use unit=None, "
-                "or a method with curvature such as Arnoldi."
+                f"{self.method['name']} has no curvature, so its scores are not changes of loss: got unit='nats'. Use "
+                "unit=None, or a method with curvature such as Arnoldi."
             )
         if normalize == "gradient":
             self._require("unit_gradients")
         if unit == "nats" and normalize is not None:
-            raise InputError(f"Scores normalised by {normalize!r} are ratios without a unit: use unit=None.")
+            raise InputError(
+                f"unit='nats' cannot be combined with normalize={normalize!r}, whose scores have no unit: use unit=None."
+            )
         if normalize == "metric" and not self.positive_metric:
             raise NumericalError(
-                "normalize='metric' needs a positive metric, and this fit has negative eigenvalues or promises nothing "
-                "about them. For Arnoldi use fitted.distill(positive_only=True), a tail or curvature='gauss-newton'; "
+                "normalize='metric' needs a positive metric, and this fit has negative eigenvalues, or their signs are "
+                "not known. For Arnoldi use fitted.distill(positive_only=True), a tail or curvature='gauss-newton'; "
                 "for any method normalize='gradient'."
             )
 
@@ -305,9 +308,9 @@ class Fitted(ABC):
 
 
 def checked_compute(compute: Compute | None) -> Compute:
-    """Return the settings of a pass, the default ones if none are given."""
+    """Return the compute settings of a pass, by default `Compute()`."""
     if compute is not None and not isinstance(compute, Compute):
-        raise InputError(f"compute must be an eigentrace.Compute, got {compute!r}.")
+        raise InputError(f"compute must be an eigentrace.Compute or None, got {compute!r}.")
     return compute or Compute()
 
 

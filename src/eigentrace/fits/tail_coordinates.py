@@ -113,10 +113,11 @@ class Coordinates:
         unknown = sorted(set(names) - set(layout.names))
         overlap = tensors["overlap"]
         if unknown or overlap.ndim != 2 or overlap.shape[1] != num_directions:
+            lacking = f", which has no parameter {unknown[0]!r}" if unknown else ""
             raise MismatchError(
                 f"The saved coordinates are {tuple(overlap.shape)} over {len(names)} parameters, expected "
-                f"{num_directions} directions of this model: the file was edited or belongs to another fit. Save it "
-                "again."
+                f"{num_directions} directions of this model{lacking}: the file was edited or belongs to "
+                "another fit. Save it again."
             )
         device = layout.device
         sides = {key: value.to(device) for key, value in tensors.items() if key.split(".")[0] in ("left", "right")}

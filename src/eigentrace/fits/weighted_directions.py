@@ -226,9 +226,11 @@ def self_from_features(
     if any(block.identity for block in blocks) and (
         square_norms is None or square_norms.shape != features.shape[:1] or len({block.state for block in blocks}) > 1
     ):
+        got = "None" if square_norms is None else f"shape {tuple(square_norms.shape)}"
         raise InputError(
             f"The tail of this fit needs one squared gradient norm for each of {len(features)} examples, at one state "
-            "of the parameters. Give square_norms=eigentrace.TracIn().fit(task, data).self_influence(data)."
+            f"of the parameters, got square_norms of {got}. Give "
+            "square_norms=eigentrace.TracIn().fit(task, data).self_influence(data)."
         )
     squares = None if square_norms is None else square_norms.to(features)
     parts = features.split([len(block.weights) for block in blocks], dim=1)
@@ -254,7 +256,11 @@ def recut(to: Block, kept: Tensor, features: Tensor, source: Block, held: Tensor
     if to.overlap is None:
         return features[:, here]
     if source.overlap is None or not torch.equal(to.overlap, source.overlap[:, here.to(source.overlap.device)]):
-        raise InputError("The features hold other coordinates than this cut uses: compute them again.")
+        held_here = 0 if source.overlap is None else len(source.overlap)
+        raise InputError(
+            f"The features hold {held_here} other coordinates than the {len(to.overlap)} that this cut uses. Compute "
+            "them again."
+        )
     phi, s = features.split([len(held), len(source.overlap)], dim=1)
     dropped = torch.ones(len(held), dtype=torch.bool, device=features.device)
     dropped[here] = False

@@ -56,7 +56,7 @@ def find_checkpoints(sources: Source | Sequence[Source]) -> tuple[Checkpoint, ..
         else:
             raise InputError(f"A checkpoint must be a path or a state dict, got {type(source).__name__}.")
     if not found:
-        raise InputError("No checkpoints given: pass at least one path or state dict, or None for the model as it is.")
+        raise InputError("checkpoints is empty: pass at least one path or state dict, or None for the model as it is.")
     _refuse_same_tensors([c.source for c in found if isinstance(c.source, Mapping)])
     return tuple(found)
 
@@ -163,5 +163,8 @@ def _unwrap(loaded: Any, where: str) -> State:
     while isinstance(loaded, Mapping) and (inner := [key for key in _NESTED if isinstance(loaded.get(key), Mapping)]):
         loaded = loaded[inner[0]]
     if not isinstance(loaded, Mapping) or not any(isinstance(value, Tensor) for value in loaded.values()):
-        raise MismatchError(f"{where} contains no state dict: expected tensors by name, at the top or under {_NESTED}.")
+        got = f"the keys {list(loaded)[:3]}" if isinstance(loaded, Mapping) else type(loaded).__name__
+        raise MismatchError(
+            f"{where} contains no state dict: expected tensors by name, at the top or under {_NESTED}, got {got}."
+        )
     return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
