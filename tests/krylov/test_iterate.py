@@ -6,6 +6,7 @@ import torch
 from eigentrace.errors import InputError, NumericalError
 from eigentrace.krylov.iterate import Ending, arnoldi, lanczos, ritz
 from eigentrace.krylov.vectors import Basis
+from tests.helpers.expecting import refused
 
 ITERATIONS = [arnoldi, lanczos]
 
@@ -183,11 +184,11 @@ def test_same_seed_same_numbers():
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(InputError, match="steps must be at least 1, got 0"):
+    with refused(InputError, "steps", 1, 0):
         lanczos(lambda v: v, torch.ones(3), 0)
-    with pytest.raises(InputError, match="start vector is zero"):
+    with refused(InputError, "start"):
         lanczos(lambda v: v, torch.zeros(3), 2)
-    with pytest.raises(NumericalError, match="step 1 is not finite"):
+    with refused(NumericalError, "step 1"):
         lanczos(lambda v: v * torch.nan, torch.ones(3), 2)
-    with pytest.raises(InputError, match="cannot be restarted"):
+    with refused(InputError, "Basis(max_vectors=None)", "spread=False"):
         arnoldi(lambda v: v, torch.ones(3), 2, basis=Basis(max_vectors=3))

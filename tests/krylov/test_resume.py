@@ -29,6 +29,7 @@ from eigentrace.krylov import resume as iteration
 from eigentrace.krylov.iterate import arnoldi, lanczos, ritz
 from eigentrace.krylov.resume import opened
 from eigentrace.krylov.vectors import Basis
+from tests.helpers.expecting import expect_mentions, refused
 from tests.helpers.places import ROOT
 from tests.helpers.small import examples, table
 
@@ -280,9 +281,7 @@ def test_no_room_left(run, tmp_path):
     # The seventh vector does not fit.
     found = run(fit, "spread", directory=directory, log=log, limit=7 * 703 * 4 - 1000)
     assert found["error"] == "StorageError"
-    assert "no room left to write" in found["message"]
-    assert "vectors-00000.bin" in found["message"]
-    assert "free some space" in found["message"]
+    expect_mentions(found["message"], [directory / "vectors-00000.bin"])
     assert run(fit, "spread", directory=directory, log=log)["digest"] == run(fit, "spread")["digest"]
     calls = calls_of(run, "spread", tmp_path)
     per_product = calls - calls_of(run, "spread", tmp_path, steps=7)
@@ -293,7 +292,7 @@ def test_two_processes_at_once(run, tmp_path):
     with locked(tmp_path):
         found = run(fit, "bf16", directory=tmp_path)
     assert found["error"] == "BusyError"
-    assert f"{tmp_path} is being written by process {os.getpid()}" in found["message"]
+    expect_mentions(found["message"], [tmp_path, os.getpid()])
     assert [item.name for item in tmp_path.iterdir()] == ["lock"]
     assert run(fit, "bf16", directory=tmp_path)["digest"] == run(fit, "bf16")["digest"]
 
@@ -325,7 +324,7 @@ def test_a_fit_that_is_done_needs_no_product(done, directory, monkeypatch):
     assert eigenpairs(again) == eigenpairs(done[0])
     assert again.spectrum.num_products == METHOD.steps
     assert again.spectrum.ending is done[0].spectrum.ending
-    with pytest.raises(AssertionError, match="a product"):
+    with refused(AssertionError, "a product"):
         METHOD.fit(task_of(), data_of())
 
 
@@ -340,51 +339,51 @@ def contents(directory):
 
 
 OTHER = {
-    "seed": ({"seed": 1}, {}, r"seed: 0 there, 1 here"),
-    "steps": ({"steps": 13}, {}, r"steps: 12 there, 13 here"),
-    "sample": ({"sample": None}, {}, r"sample: 40 there, None here"),
-    "curvature": ({"curvature": "hessian"}, {}, r"curvature: gauss-newton there, hessian here"),
-    "basis": ({"basis": Basis(max_vectors=7)}, {}, r"basis max_vectors: 6 there, 7 here"),
-    "several": ({"seed": 1, "precision": "bf16"}, {}, r"seed: 0 there, 1 here; precision: fp32 there, bf16 here"),
-    "weights": ({}, {"seed": 1}, r"model: \w+\.\.\. there, \w+\.\.\. here\. Give another"),
-    "selection": ({}, {"params": ["2.weight"]}, r"model: "),
-    "penalty": ({}, {"l2": 0.1}, r"l2: \{\} there, \{'0.weight': 0.1"),
-    "loss": ({}, {"smoothing": 0.1}, r"losses: \[.* there, \[.* here"),
+    "seed": ({"seed": 1}, {}, ("seed", 0, 1)),
+    "steps": ({"steps": 13}, {}, ("steps", 12, 13)),
+    "sample": ({"sample": None}, {}, ("sample", 40, None)),
+    "curvature": ({"curvature": "hessian"}, {}, ("curvature", "gauss-newton", "hessian")),
+    "basis": ({"basis": Basis(max_vectors=7)}, {}, ("basis max_vectors", 6, 7)),
+    "several": ({"seed": 1, "precision": "bf16"}, {}, ("seed", 0, 1, "precision", "fp32", "bf16")),
+    "weights": ({}, {"seed": 1}, ("model:",)),
+    "selection": ({}, {"params": ["2.weight"]}, ("model:",)),
+    "penalty": ({}, {"l2": 0.1}, ("l2", "{}", "{'0.weight': 0.1")),
+    "loss": ({}, {"smoothing": 0.1}, ("losses",)),
 }
 
 
-@pytest.mark.parametrize(("settings", "options", "message"), table(OTHER))
-def test_another_fit_is_refused_and_nothing_touched(directory, settings, options, message):
+@pytest.mark.parametrize(("settings", "options", "mentions"), table(OTHER))
+def test_another_fit_is_refused_and_nothing_touched(directory, settings, options, mentions):
     before = contents(directory)
-    with pytest.raises(MismatchError, match=f"holds the iteration of another fit: .*{message}"):
+    with refused(MismatchError, directory, *mentions):
         dataclasses.replace(METHOD, **settings).fit(task_of(**options), data_of(), resume=directory)
     assert contents(directory) == before
 
 
 def test_other_data_is_refused(directory):
-    with pytest.raises(MismatchError, match="examples: 60 there, 59 here; num_train: 60 there, 59 here"):
+    with refused(MismatchError, directory, "examples", "num_train", 60, 59):
         METHOD.fit(task_of(), data_of(59), resume=directory)
     x, y = examples(60)
-    with pytest.raises(MismatchError, match="losses: "):
+    with refused(MismatchError, directory, "losses"):
         METHOD.fit(task_of(), TensorDataset(x, (y + 1) % 3), resume=directory)
-    with pytest.raises(MismatchError, match="num_train: 60 there, 100 here"):
+    with refused(MismatchError, directory, "num_train", 60, 100):
         METHOD.fit(task_of(), data_of(), num_train=100, resume=directory)
 
 
 def test_a_directory_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(MismatchError, match=r"holds no manifest.json, so it is not a saved Krylov iteration"):
+    with refused(MismatchError, tmp_path, "manifest.json"):
         METHOD.fit(task_of(), data_of(), resume=tmp_path)
-    with pytest.raises(MismatchError, match="is a file, and a saved Krylov iteration is a directory"):
+    with refused(MismatchError, tmp_path / "notes.txt"):
         METHOD.fit(task_of(), data_of(), resume=tmp_path / "notes.txt")
     fitted = METHOD.fit(task_of(), data_of())
     fitted.save(tmp_path / "fit")
     before = contents(tmp_path / "fit")
-    with pytest.raises(MismatchError, match="another kind of artifact"):
+    with refused(MismatchError, tmp_path / "fit" / "manifest.json", "'fit'", "'Krylov iteration'"):
         METHOD.fit(task_of(), data_of(), resume=tmp_path / "fit")
     assert contents(tmp_path / "fit") == before
     assert sorted(item.name for item in tmp_path.iterdir()) == ["fit", "notes.txt"]
-    with pytest.raises(InputError, match="resume must be the path of a directory, got int"):
+    with refused(InputError, "resume", "int"):
         METHOD.fit(task_of(), data_of(), resume=3)
 
 
@@ -398,23 +397,23 @@ def flip(position):
 
 
 DAMAGE = {
-    "vector": ("vectors-*", flip(2 * 703 * 4 + 5), r"vectors-\d+.bin is damaged: vector 3 of \d is not what was kept"),
-    "short": ("vectors-*", lambda file: os.truncate(file, 703 * 4 - 1), r"damaged: vector 1 of"),
-    "gone": ("vectors-*", Path.unlink, r"vectors-\d+.bin is damaged: it is missing"),
-    "state": ("state*", flip(-1), r"state.safetensors is damaged: its numbers are not those that were kept"),
-    "header": ("state*", flip(3), r"state.safetensors is damaged: "),
-    "empty": ("state*", lambda file: os.truncate(file, 0), r"state.safetensors is damaged: "),
-    "manifest": ("manifest*", lambda file: file.write_text("{"), r"manifest.json is damaged"),
+    "vector": ("vectors-*", flip(2 * 703 * 4 + 5), ("vector 3",)),
+    "short": ("vectors-*", lambda file: os.truncate(file, 703 * 4 - 1), ("vector 1",)),
+    "gone": ("vectors-*", Path.unlink, ()),
+    "state": ("state*", flip(-1), ("checksum",)),
+    "header": ("state*", flip(3), ()),
+    "empty": ("state*", lambda file: os.truncate(file, 0), ()),
+    "manifest": ("manifest*", lambda file: file.write_text("{"), ()),
 }
 
 
-@pytest.mark.parametrize(("pattern", "damage", "message"), table(DAMAGE))
-def test_damage_is_told(directory, pattern, damage, message):
+@pytest.mark.parametrize(("pattern", "damage", "mentions"), table(DAMAGE))
+def test_damage_is_refused_naming_the_file_and_the_directory(directory, pattern, damage, mentions):
     (file,) = directory.glob(pattern)
     damage(file)
-    with pytest.raises(MismatchError, match=message) as told:
+    with refused(MismatchError, file, *mentions) as caught:
         METHOD.fit(task_of(), data_of(), resume=directory)
-    assert f"remove {directory} to begin the fit again" in str(told.value)
+    expect_mentions(str(caught.value).replace(str(file), ""), [directory])
 
 
 def test_part_of_a_vector_beyond_those_that_count_is_written_over(run, tmp_path):

@@ -18,6 +18,7 @@ from eigentrace.projection.engine import Compute
 from eigentrace.projection.forward import forward
 from eigentrace.projection.reverse import one_by_one, vmapped
 from harness.models import Transformer, token_task
+from tests.helpers.expecting import refused
 from tests.helpers.models import CASES, dense_gradients
 
 ENGINES = [forward, vmapped, one_by_one]
@@ -176,16 +177,16 @@ def test_no_engine_is_said_with_every_reason():
 
     task, batch = et.classification(Sampled()), (torch.randn(3, 2), torch.zeros(3, dtype=torch.long))
     job = Job(task, task.losses, make_directions(task.layout, "unit"))
-    with task.session(), pytest.raises(UnsupportedError, match=r"vmapped: needs hardware.*one_by_one: needs hardware"):
+    with task.session(), refused(UnsupportedError, "vmapped", "one_by_one", "needs hardware that is not there"):
         list(project(job, as_data([batch])))
 
 
 def test_forward_mode_and_jobs_without_norms_refuse_them(cases):
     task = cases["mlp"].task
     job = Job(task, task.losses, make_directions(task.layout, "unit"))
-    with task.session(), pytest.raises(UnsupportedError, match="no gradient norms"):
+    with task.session(), refused(UnsupportedError, "norms"):
         forward(dataclasses.replace(job, norms=True), cases["mlp"].batches[0], 7)
-    with task.session(), pytest.raises(UnsupportedError, match=r"Job\(norms=True\)"):
+    with task.session(), refused(UnsupportedError, "Job(norms=True)"):
         forward(job, cases["mlp"].batches[0], 7).squares()
 
 
@@ -205,7 +206,7 @@ class _Masked(nn.Module):
         return self.a((mask.reshape(-1, 4, 1) * x).mean(dim=1))
 
 
-def test_a_shared_tensor_of_the_batch_size_is_told_and_not_cut_up():
+def test_a_shared_tensor_of_the_batch_size_is_refused_and_not_cut_up():
     # A mask of 4 × 4 beside a last batch of 4 examples: cut up by row, it gave gradients up to 165% off.
     def loss(model, batch):
         x, y, mask = batch
@@ -214,20 +215,19 @@ def test_a_shared_tensor_of_the_batch_size_is_told_and_not_cut_up():
     def collate(examples):
         return (*torch.utils.data.default_collate(examples), torch.ones(4, 4).tril())
 
-    data = et.Data(TensorDataset(torch.randn(20, 4, 3), torch.randint(0, 2, (20,))), collate, batch_size=16)
+    dataset = TensorDataset(torch.randn(20, 4, 3), torch.randint(0, 2, (20,)))
+    data = et.Data(dataset, collate, batch_size=16)
     fitted = et.TracIn().fit(et.Task(_Masked(), loss), data)
-    with pytest.raises(
-        TaskError, match=r"from row 16 on change by .* first dimension: give it a leading dimension of 1"
-    ):
+    with refused(TaskError, "row 16", "4 examples"):
         fitted.self_influence(data, compute=Compute(engine="reverse"))
-    with pytest.raises(TaskError, match="from row 16 on change by"):
+    with refused(TaskError, "row 16", "4 examples"):
         fitted.influence([next(data.batches()).values], data)
     # The layerwise engine cuts nothing up: the odd batch is right as it is.
-    whole = et.Data(data._source.dataset, collate, batch_size=20)
+    whole = et.Data(dataset, collate, batch_size=20)
     assert torch.allclose(fitted.self_influence(data), fitted.self_influence(whole), rtol=1e-5)
 
 
-def test_a_shared_tensor_is_told_where_only_some_parameters_have_no_rule():
+def test_a_shared_tensor_is_refused_where_only_some_parameters_have_no_rule():
     torch.manual_seed(0)
 
     def loss(model, batch):
@@ -244,7 +244,7 @@ def test_a_shared_tensor_is_told_where_only_some_parameters_have_no_rule():
     task = et.Task(model, loss)
     fitted = et.TracIn().fit(task, data)
     assert set(task.coverage.without_rule) == {name for name, _ in model.named_parameters() if name.startswith("rest")}
-    with pytest.raises(TaskError, match="from row 16 on change by"):
+    with refused(TaskError, "row 16", "4 examples"):
         fitted.self_influence(data)
 
 
@@ -252,7 +252,7 @@ def test_a_bad_row_is_named_when_examples_go_one_by_one():
     x, y = torch.randn(6, 3), torch.randint(0, 2, (6,))
     task = et.classification(_Branching())
     x[4] = torch.nan
-    with task.session(), pytest.raises(NumericalError, match="first: row 4"):
+    with task.session(), refused(NumericalError, "row 4"):
         list(gradients(Job.of(task, "losses"), as_data([(x, y)])))
 
 
