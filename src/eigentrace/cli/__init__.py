@@ -1,6 +1,6 @@
-"""The `eigentrace` command. Only this room talks to the terminal, and only it knows typer.
+"""The `eigentrace` command: the only package that reads from or writes to the terminal, and that imports typer.
 
-The commands, their options and their help are in `words`; what they do is in `commands`, which loads torch.
+The commands, their options and their help are defined in `words`, which does not load torch; `commands` runs them.
 """
 
 import shutil
@@ -41,12 +41,12 @@ def main() -> None:
 
 
 def _complain(what: Warning | Exception | str) -> None:
-    # One line, whatever the message's own layout: what happened is in the words, not in a traceback.
+    # Always one line, without a traceback: the message says what happened.
     print(f"eigentrace: {' '.join(str(what).split())}", file=sys.stderr, flush=True)
 
 
 def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
-    """Show a warning without the line of source that it came from."""
+    """Print a warning without its source line."""
     _complain(f"warning: {message}")
 
 
@@ -82,11 +82,11 @@ def _make_app() -> "typer.Typer":
     @app.command()
     def demo(
         out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/demo"),
-        seed: Annotated[int, typer.Option(help="Decides on everything random.")] = 0,
-        steps: Annotated[int, typer.Option(min=1, help="Arnoldi steps.")] = _STEPS,
+        seed: Annotated[int, typer.Option(help="Seed of all random choices.")] = 0,
+        steps: Annotated[int, typer.Option(min=1, help="Number of Arnoldi steps.")] = _STEPS,
         json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     ) -> None:
-        """Train a small network on digits with wrong labels and find them by self-influence.
+        """Train a small network on digits, some with a wrong label, and find these by self-influence.
 
         Takes a few minutes on a laptop, downloads nothing, and ends with a report to open in a browser.
         """
@@ -111,7 +111,7 @@ def _demo(out: Path, seed: int, steps: int, as_json: bool = False) -> None:
     _say(f"Numbers: {out / SUMMARY}")
     _say(f"Report:  {out / REPORT}")
     _say(f"Open it in a browser: {(out / REPORT).resolve().as_uri()}")
-    # As it was called: the command of an environment that is not active has to be given with its path.
+    # If the environment is not active, `eigentrace` needs its path, as in this call.
     program = "eigentrace" if shutil.which("eigentrace") else sys.argv[0]
     _say(f"Look at every example: {program} serve {out / RUN} --open")
 

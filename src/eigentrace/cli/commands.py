@@ -1,4 +1,4 @@
-"""What the commands do. Results go to the standard output, everything else to the standard error."""
+"""The implementation of the commands. Results are printed to standard output, everything else to standard error."""
 
 import inspect
 import json
@@ -39,11 +39,11 @@ from eigentrace.store.columns import ID, TAKEN
 
 
 def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], trust: bool, as_json: bool) -> None:
-    """Fit into a new run, or go on with a fit that was interrupted."""
+    """Fit into a new run, or resume an interrupted fit."""
     folder = Folder(path)
     how = request.settled(path, config, given)
     method = make_method(how["fit"])
-    # Nothing is written before the model and the data are there: wrong words leave no run behind.
+    # Nothing is written before model and data are loaded, so that a mistyped option creates no run.
     inputs = None if folder.fit.exists() else request.made(how, path, trust=trust)
     if inputs is not None:
         how = request.bound(how, inputs, path, begun=folder.has_fit_begun)
@@ -72,7 +72,7 @@ def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], trust
 
 
 def _fitted(method: Method, inputs: Inputs, folder: Folder) -> Fitted:
-    """Fit a method; one that can be interrupted keeps its state in the run, one with coordinates scores by features."""
+    """Fit a method. If it can be resumed, its state is stored in the run; if it has coordinates, features are used."""
     resumes = "resume" in inspect.signature(method.fit).parameters
     more: dict[str, Any] = {"resume": folder.krylov} if resumes else {}
     fitted = method.fit(inputs.task, inputs.data, **more)
@@ -80,18 +80,18 @@ def _fitted(method: Method, inputs: Inputs, folder: Folder) -> Fitted:
 
 
 def _fit_of(folder: Folder, how: Mapping[str, Any], inputs: Inputs) -> Fitted:
-    """Load the fit of a run, or make it again where its method keeps nothing that could be saved."""
+    """Load the fit of a run, or fit again if its method has nothing to save."""
     if not folder.fit.exists() and request.UNSAVED in how:
         return _fitted(make_method(how["fit"]), inputs, folder)
     return load(folder.fit, inputs.task)
 
 
 def score(path: Path, given: Mapping[str, Any], device: str | None, trust: bool, as_json: bool) -> None:
-    """Score every example into the run, or go on."""
+    """Score every example into the run, or resume scoring."""
     folder = Folder(path)
     how = request.stored(path)
     if not folder.fit.exists() and request.UNSAVED not in how:
-        raise InputError(f"{path} holds no finished fit. Run first: eigentrace fit {path}")
+        raise InputError(f"{path} contains no finished fit. Run first: eigentrace fit {path}")
     asked = dict(how["score"]) | {name: value for name, value in given.items() if value is not None}
     limits = {name: asked.pop(name) for name in ("shard_rows", "shard_seconds", "features") if name in asked}
     compute = Compute(**asked)
@@ -114,9 +114,12 @@ def explain(
     trust: bool,
     as_json: bool,
 ) -> None:
-    """Print proponents and opponents."""
+    """Print the proponents and opponents of each query."""
     if bool(rows) == (queries is not None):
-        raise InputError("Say what to explain: rows of the run (--row 12), or new examples (--queries file.csv).")
+        given = "both --row and --queries" if rows else "neither --row nor --queries"
+        raise InputError(
+            f"Got {given}. Pass either rows of the run to explain (--row 12) or new examples (--queries file.csv)."
+        )
     _check_choice("--exclude", options["exclude"], (None, "self", "duplicates"), "self, duplicates or none")
     _check_choice("--normalize", options["normalize"], (None, "gradient", "metric"), "gradient or metric")
     if out is not None:
@@ -126,7 +129,7 @@ def explain(
     if exact or queries is not None or options["top_labels"] is not None:
         how = request.stored(path)
         inputs = request.made(how, path, trust=trust)
-        # To compare the data with what was scored takes a pass over it: only where its examples are needed.
+        # Attaching the data compares it with what was scored, which takes a pass over it: only if it is needed.
         data = inputs.data if exact or rows or not run.num_features else None
         run = (
             run.with_fit(_fit_of(run.folder, how, inputs), data)
@@ -156,7 +159,7 @@ def clean(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Decide, and write decisions and the rest of the dataset."""
+    """Make decisions, and write them and the dataset without the dropped rows."""
     if decisions is not None:
         _check_new(check_decisions_file(decisions))
     run = _opened(path)
@@ -180,18 +183,19 @@ def clean(
     }
     lines = [str(found)]
     lines += [f"Decisions: {decisions}"] if decisions is not None else []
-    lines += [f"The {counted(len(found.kept), 'row')} that stay: {written}"] if written is not None else []
+    lines += [f"Dataset with the {counted(len(found.kept), 'kept row')}: {written}"] if written is not None else []
     if written is not None and len(found.to_relabel):
         lines += [
-            f"Labels are copied as they are: those of {counted(len(found.to_relabel), 'row')} are yours to change."
+            f"Labels are copied unchanged: change those of the {counted(len(found.to_relabel), 'row')} to relabel "
+            "yourself."
         ]
     if decisions is None and written is None:
-        lines += ["Nothing was written: give --out for the dataset without these rows, or --decisions for a list."]
+        lines += ["Nothing was written: use --out to write the dataset without these rows, or --decisions for a list."]
     _answer(result, "\n".join(lines), as_json)
 
 
 def check(path: Path, repair: bool, trust: bool, as_json: bool) -> None:
-    """Look at every file, and with `repair` score again what is damaged or missing."""
+    """Check every file; with `repair`, score rows again that are damaged or missing."""
     folder = request.scored_folder(path)
     first = health = look(path, repair=repair)
     if repair and not health.is_good:
@@ -216,7 +220,7 @@ def check(path: Path, repair: bool, trust: bool, as_json: bool) -> None:
     }
     if repair:
         result["repaired"] = [str(fault.path) for fault in first.faults]
-    words = str(first) if not repair or first.is_good else f"{first}\nAfter repairing: {health}"
+    words = str(first) if not repair or first.is_good else f"{first}\nAfter the repair: {health}"
     if not repair and not health.is_good:
         words += f"\nNext: eigentrace check {path} --repair"
     _answer(result, words, as_json)
@@ -238,7 +242,7 @@ def _opened(path: Path) -> Run:
 
 
 def _after(run: Run, path: Path) -> str:
-    """Say what can be done with a run next."""
+    """Suggest the next commands for a run."""
     if not run.is_complete:
         return f"Next: eigentrace score {path}"
     row = run.self_influence().top(1).rows[0]
@@ -277,7 +281,7 @@ def _summary(run: Run, path: Path) -> dict[str, Any]:
 
 
 def _columns(inputs: Inputs) -> pa.Table | None:
-    """Keep the dataset's own columns, under other names where a run has some of those names itself."""
+    """Return the dataset's own columns; those with the name of a run's column are renamed to `given_...`."""
     table = inputs.columns
     if table is None:
         return None
@@ -304,13 +308,13 @@ def _input_of(run: Run) -> dict[str, Any]:
 def _refuse_function(run: Run) -> None:
     if "dataset" not in _input_of(run):
         raise InputError(
-            "This run does not say which file its rows came from (its data comes from a function): leave --out away "
-            "and use the decisions (--decisions), or eigentrace.export(decisions, source, out) in Python."
+            "--out needs the file that the run's rows came from, but its data comes from a function. Leave --out away "
+            "and write the decisions (--decisions), or use eigentrace.export(decisions, source, out) in Python."
         )
 
 
 def _written(run: Run, decisions: Decisions, out: Path) -> Path:
-    """Write the rows that stay, if the dataset is still the one that was scored."""
+    """Write the kept rows, after checking that the dataset is still the one that was scored."""
     _check_new(out)
     source = check_source(run.manifest["how"], run.path)
     asked = _input_of(run)
@@ -320,7 +324,7 @@ def _written(run: Run, decisions: Decisions, out: Path) -> Path:
 
 def _check_new(path: Path) -> None:
     if path.exists():
-        raise InputError(f"{path} exists already and is left as it is. Choose another path.")
+        raise InputError(f"{path} already exists and was not changed. Choose another path.")
 
 
 def _check_choice(option: str, value: str | None, known: tuple[str | None, ...], words: str) -> None:
@@ -331,7 +335,7 @@ def _check_choice(option: str, value: str | None, known: tuple[str | None, ...],
 def _check_answers_file(out: Path) -> None:
     _check_new(out)
     if out.suffix not in (".csv", ".parquet"):
-        raise InputError(f"Answers are written as CSV or Parquet: --out must end in .csv or .parquet, got {out.name}.")
+        raise InputError(f"--out must end in .csv or .parquet, the formats that can be written, got {out.name}.")
 
 
 def _write_answers(found: Explanation, out: Path) -> None:
@@ -341,7 +345,7 @@ def _write_answers(found: Explanation, out: Path) -> None:
 
 
 def _amount(value: Any) -> Any:
-    """Read a share as it was written, and a plain number as one of rows."""
+    """Return a share such as "5%" as it is, and convert other text to a number of rows."""
     return value if isinstance(value, str) and value.strip().endswith("%") else request.number(value)
 
 
@@ -350,7 +354,7 @@ def _plain(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """Put null where a number is not finite: JSON has no word for it."""
+    """Replace numbers that are not finite by None, since JSON cannot store them."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What `clean` goes by: a rule, or a file of decisions that people made on the page, in a report or by hand."""
+"""The decisions of `eigentrace clean`: from a rule, or from a file written by the page, by a report or by hand."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,28 +16,29 @@ from eigentrace.runs.run import Run
 from eigentrace.store import Folder
 from eigentrace.store.same_data import id_difference, label_difference, stored_ids
 
-# What a report exports, for the rows that were decided on alone.
+# Columns that a report exports, for the rows with a decision only.
 _OF_REPORT = {"row": pa.int64(), "id": pa.string(), "decision": pa.string(), "new_label": pa.int64()}
 
 
 def decided(run: Run, told: Mapping[str, Any], by: str, per_class: bool, chosen: Path | None) -> Decisions:
-    """Decide by the rule that was asked for, or as a file says."""
+    """Return the decisions made by a rule, or read them from the file `chosen`."""
     if chosen is None:
         return clean(run, by=by, per_class=per_class, **told)
     if told or per_class or by != "self_influence":
         raise InputError(
-            "--from names a file that says what goes: leave --drop, --keep, --above, --below, --by and --per-class out."
+            f"--from {chosen} already contains the decisions: leave out --drop, --keep, --above, --below, --by and "
+            "--per-class."
         )
     found = _of_report(run, chosen) if _is_of_report(chosen) else Decisions.read(chosen)
     if other := _difference(run, found):
-        raise MismatchError(f"{chosen} is not about the run at {run.path}: {other}. Check the path.")
+        raise MismatchError(f"{chosen} does not belong to the run at {run.path}: {other}. Check the path.")
     return found
 
 
 def _difference(run: Run, found: Decisions) -> str | None:
-    """Say in what decisions are not about the rows of a run."""
+    """Describe how decisions do not match the rows of a run; None if they match."""
     if len(found) != run.num_rows:
-        return f"it decides on {len(found):,} rows, and the run has {run.num_rows:,}"
+        return f"it has decisions for {len(found):,} rows, but the run has {run.num_rows:,}"
     held = stored_ids(Folder(run.path))
     other = id_difference(held, found.ids) if held is not None and found.ids is not None else None
     if other is None and found.labels is not None and "label" in run.columns:
@@ -63,13 +64,14 @@ def _of_report(run: Run, path: Path) -> Decisions:
     for row, word, name in zip(rows, words, table["id"].to_pylist(), strict=True):
         if word not in WORDS or row is None or not 0 <= row < run.num_rows:
             raise MismatchError(
-                f"{path} decides {word!r} on row {row}. It must be one of {', '.join(WORDS)}, on a row of the run from "
-                f"0 to {run.num_rows - 1}: check the path, or export it again."
+                f"{path} contains the decision {word!r} for row {row}. Decisions must be one of {', '.join(WORDS)}, "
+                f"for rows from 0 to {run.num_rows - 1}: check the path, or export it again."
             )
         known = "" if ids is None or ids[row] is None else str(ids[row])
-        if name.removeprefix("'") != known.removeprefix("'"):  # which a report puts before what begins like a formula
+        if name.removeprefix("'") != known.removeprefix("'"):  # a report quotes ids that look like a formula
             raise MismatchError(
-                f"{path} is not about the run at {run.path}: row {row} is {known!r} there, not {name!r}."
+                f"{path} does not belong to the run at {run.path}: the id of row {row} is {known!r} in the run and "
+                f"{name!r} in the file. Check the path."
             )
     codes, given = np.zeros(run.num_rows, dtype=np.int8), np.full(run.num_rows, -1, dtype=np.int64)
     codes[rows] = [WORDS.index(word) for word in words]

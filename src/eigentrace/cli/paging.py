@@ -1,4 +1,4 @@
-"""The commands that show a run: the server, which starts without torch, and the page as one file."""
+"""The commands `serve`, which starts a server without loading torch, and `report`, which writes the page as a file."""
 
 import json
 import sys
@@ -11,20 +11,23 @@ from eigentrace.store.folder import Folder
 if TYPE_CHECKING:
     from eigentrace.page.server import Place
 
-_NO_SERVER = 'The page needs the packages fastapi and uvicorn. In the clone: pip install -e ".[serve]"'
+_NO_SERVER = (
+    "The page needs the packages fastapi and uvicorn, which are not installed. Install them in the clone: "
+    'pip install -e ".[serve]"'
+)
 
 
 def serve(
     path: Path, port: int, host: str, token: str | None, model: bool, trust: bool, open_browser: bool, as_json: bool
 ) -> None:
-    """Serve a page until Ctrl-C."""
+    """Serve the page of a run until Ctrl-C."""
     _check_scored(path)
 
     def tell(place: "Place") -> None:
         if as_json:
             print(json.dumps({"run": str(path), "url": place.url, "open_to_others": place.is_open}), flush=True)
         else:
-            print(f"{path} is at {place.url} (Ctrl-C ends it; decisions are saved as you make them)", flush=True)
+            print(f"Serving {path} at {place.url} (Ctrl-C to stop; decisions are saved as you make them)", flush=True)
 
     try:
         from eigentrace.page.server import run_server as start
@@ -48,7 +51,7 @@ def serve(
 
 
 def report(path: Path, out: Path | None, rows: int, trust: bool, as_json: bool) -> None:
-    """Write the page as one file."""
+    """Write the page of a run as one HTML file."""
     from eigentrace.page.one_file import write_report
 
     _check_scored(path)
@@ -61,7 +64,7 @@ def report(path: Path, out: Path | None, rows: int, trust: bool, as_json: bool) 
 
 
 def _check_scored(path: Path) -> None:
-    """Say which command comes first, where nothing is scored yet; torch is loaded for these words only."""
+    """Raise InputError, naming the command to run first, unless the run has scores. Loads torch only to raise."""
     if not Folder(path).exists:
         from eigentrace.cli import request
 

@@ -1,4 +1,4 @@
-"""What a run was asked for: stored with it when it begins, and read again by every later command."""
+"""The request of a run: the settings that it was created with, stored in the run and read by every later command."""
 
 import json
 from collections.abc import Mapping
@@ -18,20 +18,20 @@ from eigentrace.store.folder import REQUEST, Folder
 from eigentrace.store.same_data import difference, labels_at_hand
 
 UNSAVED = "unsaved"
-"""Under this a request says that its method was fitted, and keeps nothing that could be saved."""
+"""Key of a request whose method was fitted but has nothing to save."""
 _NEEDED = {"model": "--model", "dataset": "--data", "task": "--task"}
 _WAYS = "--model, --data and --task, with --input file.py:function, or with --config file.toml"
-# What may be another one when a fit goes on: where and how examples are prepared, not what they are.
+# Settings that may differ when a fit is resumed: they affect how examples are loaded, not what they are.
 _FREE = ("device", "workers", "resolved")
 
-# Settings of a fit that are words, whatever they look like.
+# Settings of a fit that are always text, even if they look like a number.
 _WORDS = ("method", "params", "curvature", "precision")
 
 How = dict[str, dict[str, Any]]
 
 
 def settled(path: Path, config: Path | None, given: dict[str, dict[str, Any]]) -> How:
-    """Take the settings of this call; without any, those the run was begun with."""
+    """Return the settings of this call; without any, those the run was created with."""
     folder, fit = Folder(path), given["fit"]
     given["fit"] = {name: value if name in _WORDS else number(value) for name, value in fit.items()}
     if config is None and all(value is None for part in given.values() for value in part.values()):
@@ -48,32 +48,32 @@ def settled(path: Path, config: Path | None, given: dict[str, dict[str, Any]]) -
     differing = _differing(held, how)
     if differing:
         raise MismatchError(
-            f"{path} was begun with other settings: {differing}. Go on with `eigentrace fit {path}` "
-            "alone, or choose another directory; nothing was changed."
+            f"{path} was created with other settings: {differing}. Nothing was changed: resume with `eigentrace fit "
+            f"{path}` and no options, or choose another directory."
         )
     known = {name: held[name] for name in ("data", UNSAVED) if name in held}
     return how | {"score": held["score"] | how["score"]} | known
 
 
 def stored(path: Path) -> How:
-    """Read what a run was begun with."""
+    """Read the settings that a run was created with."""
     file = path / REQUEST
     try:
         return json.loads(file.read_text())
     except (FileNotFoundError, NotADirectoryError):
         pass
     except ValueError as error:
-        raise MismatchError(f"{file} is damaged ({error}). Restore it, or begin again in another directory.") from None
+        raise MismatchError(f"{file} is damaged ({error}). Restore it, or start again in another directory.") from None
     if not path.is_dir():
-        raise InputError(f"There is no run at {path}. Begin one: eigentrace fit {path}, with {_WAYS}.")
+        raise InputError(f"There is no run at {path}. Create one: eigentrace fit {path}, with {_WAYS}.")
     raise InputError(
-        f"{path} does not say which model and data it belongs to: there is no {REQUEST}, which `eigentrace fit` "
-        "writes. A run made in Python is continued there."
+        f"The model and the data of {path} are unknown: there is no {REQUEST}, which `eigentrace fit` writes. Continue "
+        "a run that was created in Python in Python."
     )
 
 
 def remember(path: Path, how: Mapping[str, Any]) -> None:
-    """Write down what a run is asked for."""
+    """Write the request of a run."""
     file, words = path / REQUEST, json.dumps(how, indent=2) + "\n"
     if not file.exists():
         _refuse_others(path)
@@ -84,46 +84,50 @@ def remember(path: Path, how: Mapping[str, Any]) -> None:
 
 
 def made(how: Mapping[str, Any], home: Path, device: str | None = None, *, trust: bool = False) -> Inputs:
-    """Load the model and open the data of the run at `home`, on another device if one is given."""
+    """Load the model and the data of the run at `home`, on another device if one is passed."""
     asked = how["input"]
     if device is not None:
         if "function" in asked:
-            raise InputError(f"The function {asked['function']} decides where its model computes: leave --device out.")
+            raise InputError(
+                f"The device of the model is chosen by the function {asked['function']}, so --device {device} has no "
+                "effect: leave it out."
+            )
         asked = asked | {"device": device}
     wanted = str(asked.get("device") or "")
     if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"The device {wanted} was asked for, and torch finds no GPU here. Use --device cpu.")
+        raise InputError(f"The device {wanted} is not available: torch finds no GPU. Use --device cpu.")
     return make_inputs({"input": asked}, home, trust=trust)
 
 
 def bound(how: How, inputs: Inputs, path: Path, begun: bool = True) -> How:
-    """Add what the data holds to a request; stop if a fit has begun with data that held something else."""
+    """Add hashes of the data to a request; raise MismatchError if the fit was started with other data."""
     labels = labels_at_hand(inputs.data, inputs.task)
     now: dict[str, Any] = {"rows": len(inputs.data), "fingerprint": inputs.data.fingerprint()}
     now |= {} if labels is None else {"labels": hash_arrays([("", labels)])}
     now |= {} if inputs.content is None else inputs.content()
     held = how.get("data", now) if begun else now
     if held.get("rows") != now["rows"]:
-        found = f"it has {now['rows']:,} examples, and had {held.get('rows', 0):,}"
+        found = f"it has {now['rows']:,} examples and had {held.get('rows', 0):,}"
     elif held.get("content") != now.get("content") and held.get("unordered") == now.get("unordered"):
         found = "its examples are in another order"
     elif any(held.get(key) != now.get(key) for key in ("content", "labels", "fingerprint")):
         folder = Folder(path)
         where = difference(folder, inputs.data, inputs.task) if folder.exists else None
-        found = f"its examples or their labels are others{f' ({where})' if where else ''}"
+        found = f"its examples or their labels have changed{f' ({where})' if where else ''}"
     else:
         return how | {"data": held}
     raise MismatchError(
-        f"The data of {path} is not what its fit began with: {found}. Bring back that data, or fit what it is now in "
-        "another directory; nothing was changed."
+        f"The data of {path} has changed since its fit was started: {found}. Nothing was changed in the run: restore "
+        "the earlier data, or fit the new data in another directory."
     )
 
 
 def new_examples(how: Mapping[str, Any], home: Path, queries: Path) -> Data:
-    """Open a file of examples that are read like those of the run."""
+    """Load a file of new examples in the same way as the data of the run."""
     if "function" in how["input"]:
         raise InputError(
-            "New examples for a function's data are asked about in Python: eigentrace.open_run(path, task, data)"
+            f"--queries needs a run of a dataset file, but the data of this run comes from the function "
+            f"{how['input']['function']}. Explain new examples in Python: eigentrace.open_run(path, task, data)"
             ".explain(queries)."
         )
     changed: dict[str, Any] = {"dataset": str(queries.resolve()), "id": None, "split": None, "columns": []}
@@ -133,16 +137,18 @@ def new_examples(how: Mapping[str, Any], home: Path, queries: Path) -> Data:
 
 
 def scored_folder(path: Path) -> Folder:
-    """Return the folder of a run that scoring has begun in, or say which command comes first."""
+    """Return the folder of a run that has scores, or raise InputError naming the command to run first."""
     if not path.is_dir():
-        raise InputError(f"There is no run at {path}. Check the path.")
+        raise InputError(
+            f"There is no run at {path}: expected a directory that `eigentrace fit` created. Check the path."
+        )
     if state := unscored(path):
         raise InputError(f"{path} has no scores: {state[0]}. Run first: {state[1]}")
     return Folder(path)
 
 
 def unscored(path: Path) -> tuple[str, str] | None:
-    """Say how far a run is that has no scores, and what to do next; None for any other directory."""
+    """Return the state of a run without scores, and the next command; None for any other directory."""
     folder = Folder(path)
     if folder.exists:
         return None
@@ -154,7 +160,7 @@ def unscored(path: Path) -> tuple[str, str] | None:
 
 
 def number(value: Any) -> Any:
-    """Read a number as one, true and false as what they are, a list item by item, and leave other words as they are."""
+    """Convert text to a number or a boolean if it is one, also within lists; return anything else unchanged."""
     if isinstance(value, list):
         return [number(item) for item in value]
     if not isinstance(value, str):
@@ -172,25 +178,25 @@ def number(value: Any) -> Any:
 def _check_named(config: Path | None, asked: Mapping[str, Any]) -> None:
     missing = [option for name, option in _NEEDED.items() if asked[name] is None]
     if config is None and asked["function"] is None and missing:
-        raise InputError(f"{' and '.join(missing)} not given. Say what to fit with {_WAYS}.")
+        raise InputError(f"Missing: {', '.join(missing)}. Specify what to fit with {_WAYS}.")
 
 
 def _refuse_others(path: Path) -> None:
-    """Stop before anything is written among files that are not of this command."""
+    """Raise InputError if the directory contains files that `eigentrace fit` did not write."""
     if path.exists() and not path.is_dir():
-        raise InputError(f"{path} is a file, and a run is a directory. Choose another path.")
+        raise InputError(f"{path} is a file, but a run is a directory. Choose another path.")
     ours = ("lock", REQUEST)
     held = sorted(file.name for file in path.iterdir()) if path.is_dir() else []
     others = [name for name in held if name not in ours and not name.startswith(f".{REQUEST}")]
     if others:
         raise InputError(
-            f"{path} holds other files ({', '.join(others[:3])}) and no run of this command. Choose a new "
-            "directory: nothing was changed."
+            f"{path} contains other files ({', '.join(others[:3])}) and no run. Nothing was changed: choose a new "
+            "directory."
         )
 
 
 def _differing(held: How, asked: How) -> str:
-    """Name the settings in which two requests differ, and what they are; empty if they mean the same."""
+    """List the settings that differ between two requests, with their values; empty if none does."""
     words = []
     for section in ("input", "fit"):
         before, now = ({**part[section], **part[section].get("resolved", {})} for part in (held, asked))

@@ -1,4 +1,4 @@
-"""Answers as text for a terminal."""
+"""Results as text for a terminal."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ _UNITS = {
 
 
 def counted(number: int, thing: str) -> str:
-    """Put a number before what it counts: 1 shard, 2 shards."""
+    """Return a number with its noun, in the plural if needed: 1 shard, 2 shards."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
@@ -29,7 +29,7 @@ def classes_of(run: Run) -> list[str] | None:
 
 
 def show_table(columns: Mapping[str, Any]) -> str:
-    """Lay columns out side by side, numbers to the right and words to the left."""
+    """Format columns as a table, with numbers right-aligned and text left-aligned."""
     cells = {name: [_cell(value) for value in values] for name, values in columns.items()}
     lines = []
     for row in [list(columns), *zip(*cells.values(), strict=True)]:
@@ -42,14 +42,14 @@ def show_table(columns: Mapping[str, Any]) -> str:
 
 
 def show_fit(saved: Mapping[str, Any]) -> str:
-    """Say what a finished fit is."""
+    """Describe a finished fit."""
     name = saved["method"]["name"]
     done = counted(saved["num_products"], "curvature product") if "num_products" in saved else name
     return f"Fitted {saved['coverage']} on {counted(saved['num_train'], 'example')}: {done}."
 
 
 def show_run(run: Run, path: Path) -> str:
-    """Say what a run is, and what stands out in it."""
+    """Describe a run, with the examples of highest self-influence."""
     manifest, features = run.manifest, run.manifest["features"]
     lines = [
         f"{path}: {counted(run.num_rows, 'example')}, {manifest['method']['name']}, {manifest['coverage']}",
@@ -57,13 +57,13 @@ def show_run(run: Run, path: Path) -> str:
         f"{counted(len(run.reader.shards), 'shard')}",
     ]
     if not run.is_complete:
-        return "\n".join([*lines, f"not complete: {run.num_missing:,} of {run.num_rows:,} examples are missing"])
+        return "\n".join([*lines, f"incomplete: {run.num_missing:,} of {run.num_rows:,} examples are not scored yet"])
     if "prediction" in run.columns:
         agree = (run.column("label") == run.column("prediction")).mean()
         lines.append(f"the model predicts the given label of {agree:.1%} of the examples")
     ranking = run.self_influence()
     spread = ", ".join(f"{ranking.quantile(q):.4g} ({q:.0%})" for q in _SHARES)
-    lines += [f"self-influence, and the share of examples below: {spread}", "", "highest self-influence"]
+    lines += [f"quantiles of self-influence: {spread}", "", "highest self-influence"]
     top, names = ranking.top(10), classes_of(run)
     columns: dict[str, Any] = {"row": top.rows}
     columns |= {} if top.ids is None else {"id": top.ids}
@@ -76,7 +76,7 @@ def show_run(run: Run, path: Path) -> str:
 
 
 def show_explanation(found: Explanation, run: Run, rows: Sequence[int]) -> str:
-    """Show for every query who speaks for it and who against."""
+    """Show the proponents and opponents of every query."""
     classes = classes_of(run)
     exact = "" if found.how in (EXACT, RESCORED) else "; --exact loads the model"
     lines = [f"Scores{_UNITS[found.unit]} ({found.told}{exact})"]
@@ -98,7 +98,7 @@ def _about(run: Run, row: int, classes: Sequence[str] | None) -> str:
 def _show_side(side: Side, query: int, classes: Sequence[str] | None) -> str:
     there = side.rows[query] >= 0
     if not there.any():
-        return "none that the question allows"
+        return "none among the eligible examples"
     columns: dict[str, Any] = {"row": side.rows[query][there]}
     if side.ids is not None:
         columns["id"] = side.ids[query][there]
@@ -110,7 +110,7 @@ def _show_side(side: Side, query: int, classes: Sequence[str] | None) -> str:
 
 
 def _named(numbers: np.ndarray, classes: Sequence[str] | None) -> list[Any]:
-    """Give classes their names; what has none, such as a label that is not known, stays a number."""
+    """Replace classes by their names; a number without a name, such as an unknown label, is kept."""
     if not classes:
         return numbers.tolist()
     return [classes[n] if 0 <= n < len(classes) else str(n) for n in numbers.tolist()]

@@ -1,4 +1,4 @@
-"""The commands as people write them: names, options, help. Loading this must not load torch."""
+"""The commands' names, options and help texts. Importing this module must not import torch."""
 
 import os
 import shlex
@@ -24,7 +24,7 @@ def _of_fit(text: str, *names: str) -> Any:
 
 
 def _hide_bars() -> None:
-    """Leave out other libraries' bars for what takes a moment: they would stand between the answers."""
+    """Turn off the progress bars of Hugging Face libraries, which would clutter the output."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
@@ -38,69 +38,80 @@ def _commands() -> Any:
 
 @contextmanager
 def _resumable() -> Iterator[None]:
-    """Say how to go on after Ctrl-C; what was done is on the disk."""
+    """Print the command that resumes after Ctrl-C; completed work is on disk."""
     try:
         yield
     except KeyboardInterrupt:
         again = shlex.join(["eigentrace", *sys.argv[1:]])
-        print(f"\nStopped. What was done is kept; go on with: {again}", file=sys.stderr, flush=True)
+        print(f"\nInterrupted. Completed work is saved; resume with: {again}", file=sys.stderr, flush=True)
         sys.exit(130)
 
 
 _Run = Annotated[Path, typer.Argument(help="Directory of a run.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 _Trust = Annotated[
-    bool, typer.Option("--trust", help="Call the function that the run names to load its model and data; remembered.")
+    bool, typer.Option("--trust", help="Allow calling the function that loads this run's model and data; remembered.")
 ]
 
 
 def fit(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="Directory of the run; new, or one that was interrupted.")],
-    config: Annotated[Path | None, _option("Settings in TOML; options override them.")] = None,
+    run: Annotated[Path, typer.Argument(help="Directory of the run: a new one, or one whose fit was interrupted.")],
+    config: Annotated[Path | None, _option("Settings file (TOML); options override its values.")] = None,
     function: Annotated[
         str | None, _option("Function that returns (task, data): file.py:function, or a.module:function.", "--input")
     ] = None,
-    model: Annotated[Path | None, _of_model("Folder written by save_pretrained.")] = None,
-    dataset: Annotated[str | None, _of_model("CSV, TSV, JSONL, Parquet, or a folder of `datasets`.", "--data")] = None,
-    task: Annotated[str | None, _of_model("text-classification, image-classification, seq2seq, causal-lm.")] = None,
-    text: Annotated[str | None, _of_model("Column of texts.")] = None,
-    text_pair: Annotated[str | None, _of_model("Column of second texts.")] = None,
-    target: Annotated[str | None, _of_model("Column of texts to be written.")] = None,
-    label: Annotated[str | None, _of_model("Column of classes.")] = None,
-    image: Annotated[str | None, _of_model("Column of images.")] = None,
-    id: Annotated[str | None, _of_model("Column that names examples.", "--id")] = None,
-    split: Annotated[str | None, _of_model("Part of a dataset folder.")] = None,
-    tokenizer: Annotated[Path | None, _of_model("Folder of the tokenizer, if not the model's.")] = None,
-    max_length: Annotated[int | None, _of_model("Tokens kept of a text.")] = None,
-    batch_size: Annotated[int | None, _of_model("Examples the model sees at once.")] = None,
-    workers: Annotated[int | None, _of_model("Processes that prepare examples.")] = None,
-    device: Annotated[str | None, _of_model("Where the model computes: cpu, cuda, cuda:1.")] = None,
-    params: Annotated[
-        str | None, _of_fit("Parameters that count: all, 'last layer', 'top 20%', a pattern of names.")
+    model: Annotated[Path | None, _of_model("Model folder, written by save_pretrained.")] = None,
+    dataset: Annotated[
+        str | None,
+        _of_model("Dataset: a CSV, TSV, JSONL or Parquet file, or a folder written by `datasets`.", "--data"),
     ] = None,
-    l2: Annotated[float | None, _of_fit("Weight of the penalty the model was trained with.")] = None,
-    method: Annotated[str | None, _of_fit("Arnoldi if not given; TracIn, RandProj, Lissa, Loss, …")] = None,
-    steps: Annotated[int | None, _of_fit("Curvature products (200).")] = None,
-    keep: Annotated[int | None, _of_fit("Directions kept (50).")] = None,
-    tail: Annotated[str | None, _of_fit("What stands for the others: auto, shaped, none, or a number.")] = None,
-    coordinates: Annotated[str | None, _of_fit("Numbers stored per example for the tail: 1024, or a share.")] = None,
-    curvature: Annotated[str | None, _of_fit("auto, gauss-newton or hessian.")] = None,
-    sample: Annotated[str | None, _of_fit("Examples the curvature is taken on (8192), or all.")] = None,
-    precision: Annotated[str | None, _of_fit("fp32 or bf16.")] = None,
-    seed: Annotated[int | None, _of_fit("Decides on everything random.")] = None,
+    task: Annotated[
+        str | None, _of_model("Kind of task: text-classification, image-classification, seq2seq, causal-lm.")
+    ] = None,
+    text: Annotated[str | None, _of_model("Column with the texts.")] = None,
+    text_pair: Annotated[str | None, _of_model("Column with the second texts of text pairs.")] = None,
+    target: Annotated[str | None, _of_model("Column with the target texts, for seq2seq.")] = None,
+    label: Annotated[str | None, _of_model("Column with the labels.")] = None,
+    image: Annotated[str | None, _of_model("Column with the images.")] = None,
+    id: Annotated[str | None, _of_model("Column with the examples' ids.", "--id")] = None,
+    split: Annotated[str | None, _of_model("Split of a dataset folder to use.")] = None,
+    tokenizer: Annotated[Path | None, _of_model("Folder of the tokenizer, if not the model's.")] = None,
+    max_length: Annotated[int | None, _of_model("Maximum number of tokens per text; the rest is cut off.")] = None,
+    batch_size: Annotated[int | None, _of_model("Number of examples per batch.")] = None,
+    workers: Annotated[int | None, _of_model("Number of processes that load examples.")] = None,
+    device: Annotated[str | None, _of_model("Device of the model: cpu, cuda, cuda:1.")] = None,
+    params: Annotated[
+        str | None, _of_fit("Parameters to use: all, 'last layer', 'top 20%', or a pattern of names.")
+    ] = None,
+    l2: Annotated[float | None, _of_fit("λ of the ℓ2 penalty (λ/2)·‖θ‖² in training: the weight_decay of SGD.")] = None,
+    method: Annotated[str | None, _of_fit("Attribution method: Arnoldi (default), TracIn, RandProj, Lissa, …")] = None,
+    steps: Annotated[int | None, _of_fit("Number of curvature products (200).")] = None,
+    keep: Annotated[int | None, _of_fit("Number of directions to keep (50).")] = None,
+    tail: Annotated[
+        str | None, _of_fit("Eigenvalue assumed for all other directions: auto, shaped, none, or a number.")
+    ] = None,
+    coordinates: Annotated[
+        str | None, _of_fit("Numbers stored per example for the tail: 1024, or a share of its energy such as 0.9.")
+    ] = None,
+    curvature: Annotated[str | None, _of_fit("Curvature matrix: auto, gauss-newton or hessian.")] = None,
+    sample: Annotated[
+        str | None, _of_fit("Number of examples that the curvature is averaged over (8192), or all.")
+    ] = None,
+    precision: Annotated[str | None, _of_fit("Precision of the curvature products: fp32 or bf16.")] = None,
+    seed: Annotated[int | None, _of_fit("Seed of all random choices.")] = None,
     set_: Annotated[
         list[str] | None,
-        _of_fit("Any other setting of the method: depth=50; a name given again is a list.", "--set"),
+        _of_fit("Any other setting of the method, as name=value: depth=50; repeat a name for a list.", "--set"),
     ] = None,
     trust: _Trust = False,
     json: _Json = False,
 ) -> None:
-    """Fit an attribution method to a trained model: unless another is named, diagonalise its curvature.
+    """Fit an attribution method to a trained model: by default, find the top eigenpairs of its curvature.
 
-    Give a Hugging Face folder with a dataset (--model, --data, --task), or a function of your own (--input).
+    Pass a Hugging Face model folder and a dataset (--model, --data, --task), or your own function (--input).
 
-    Killed or interrupted, the same command goes on, and so does `eigentrace fit RUN` alone.
+    After an interruption, the same command resumes the fit, and so does `eigentrace fit RUN` without options.
     """
     with _resumable():
         _commands().fit(**_grouped(context.params))
@@ -112,14 +123,14 @@ _OF_FIT = (
 
 
 def _grouped(given: dict[str, Any]) -> dict[str, Any]:
-    """Sort the options of a fit into the sections that a file of settings has."""
+    """Group the options of `fit` into the sections of a settings file."""
     plain = {"path": given.pop("run"), "config": given.pop("config"), "as_json": given.pop("json")}
     plain["trust"] = given.pop("trust")
     others = given.pop("set_") or []
     fit = {name: given.pop(name) for name in _OF_FIT}
     for name, value in map(_setting, others):
         if fit.get(name) is not None and name in _OF_FIT:
-            raise typer.BadParameter(f"--set {name}={value} and --{name} both give {name}: leave one of them out.")
+            raise typer.BadParameter(f"{name} is set by both --set {name}={value} and --{name}: leave one of them out.")
         held = fit.get(name)
         fit[name] = value if held is None else [*(held if isinstance(held, list) else [held]), value]
     return plain | {"given": {"input": given, "fit": fit}}
@@ -128,24 +139,24 @@ def _grouped(given: dict[str, Any]) -> dict[str, Any]:
 def _setting(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise typer.BadParameter(f"--set takes name=value, such as depth=50, got {text!r}.")
+        raise typer.BadParameter(f"--set needs name=value, such as depth=50, got {text!r}.")
     return name.strip().replace("-", "_"), value.strip()
 
 
 def score(
-    run: Annotated[Path, typer.Argument(help="Directory that `eigentrace fit` made.")],
-    batch: Annotated[int | None, _option("Examples per pass; as many as fit a GPU if not given.")] = None,
-    precision: Annotated[str | None, _option("fp32 or bf16.")] = None,
-    features: Annotated[str | None, _option("Type of stored features: fp32 or fp16.")] = None,
-    shard_rows: Annotated[int | None, _option("A shard ends after so many rows (250000),")] = None,
-    shard_seconds: Annotated[float | None, _option("or after so many seconds (60).")] = None,
-    device: Annotated[str | None, _option("Where the model computes, if elsewhere than for the fit.")] = None,
+    run: Annotated[Path, typer.Argument(help="Directory of a run created by `eigentrace fit`.")],
+    batch: Annotated[int | None, _option("Number of examples per pass; by default, as many as fit a GPU.")] = None,
+    precision: Annotated[str | None, _option("Precision of gradients and their projections: fp32 or bf16.")] = None,
+    features: Annotated[str | None, _option("Dtype of the stored features: fp32 or fp16.")] = None,
+    shard_rows: Annotated[int | None, _option("Maximum number of rows per shard (250000).")] = None,
+    shard_seconds: Annotated[float | None, _option("Write a shard at least every so many seconds (60).")] = None,
+    device: Annotated[str | None, _option("Device of the model, if not that of the fit.")] = None,
     trust: _Trust = False,
     json: _Json = False,
 ) -> None:
-    """Score every training example into the run: self-influence, loss, and features to search.
+    """Score every training example into the run: self-influence, loss, and the features that `explain` uses.
 
-    Killed or interrupted, the same command goes on.
+    After an interruption, the same command resumes scoring.
     """
     given = {"batch": batch, "precision": precision}
     limits = {"features": features, "shard_rows": shard_rows, "shard_seconds": shard_seconds}
@@ -155,28 +166,36 @@ def score(
 
 def explain(
     run: _Run,
-    row: Annotated[list[int] | None, typer.Option(help="A row of the run to explain; may be given again.")] = None,
+    row: Annotated[list[int] | None, typer.Option(help="A row of the run to explain; can be repeated.")] = None,
     queries: Annotated[
-        Path | None, typer.Option(help="New examples, in a file with the columns of the dataset (needs the model).")
+        Path | None, typer.Option(help="File of new examples to explain, with the dataset's columns (needs the model).")
     ] = None,
-    k: Annotated[int, typer.Option("-k", "--top", min=1, help="How many on either side.")] = 10,
-    normalize: Annotated[str | None, typer.Option(help="gradient or metric.")] = None,
+    k: Annotated[int, typer.Option("-k", "--top", min=1, help="Number of proponents, and of opponents, to show.")] = 10,
+    normalize: Annotated[
+        str | None,
+        typer.Option(
+            help="gradient scales gradients to length 1; metric gives cosines in the metric of the curvature."
+        ),
+    ] = None,
     same_label: Annotated[bool, typer.Option("--same-label", help="Only examples with the query's label.")] = False,
     top_labels: Annotated[
-        int | None, typer.Option(help="Only the query's so many most probable labels (needs the model).")
+        int | None,
+        typer.Option(help="Only examples with one of this many most probable labels of the query (needs the model)."),
     ] = None,
-    exclude: Annotated[str, typer.Option(help="self, duplicates or none.")] = "self",
-    exact: Annotated[bool, typer.Option("--exact", help="Load the model and score candidates exactly.")] = False,
+    exclude: Annotated[
+        str, typer.Option(help="Examples to exclude: self, duplicates (the query and its exact duplicates) or none.")
+    ] = "self",
+    exact: Annotated[bool, typer.Option("--exact", help="Load the model and rescore candidates exactly.")] = False,
     shortlist: Annotated[
-        int | None, typer.Option(min=2, help="Candidates that --exact scores; 2,000, or all of a smaller run.")
+        int | None, typer.Option(min=2, help="Number of candidates that --exact rescores (2,000); in small runs, all.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Also write the answers to this Parquet or CSV file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the results to this Parquet or CSV file.")] = None,
     trust: _Trust = False,
     json: _Json = False,
 ) -> None:
-    """Show the training examples that speak for and against an example.
+    """Show the training examples that most lower (proponents) or raise (opponents) the loss of an example.
 
-    By row, answers come from the stored features and need no model; --exact and --queries load it.
+    Rows are explained from stored features, without the model; --exact and --queries load it.
     """
     options = {"k": k, "normalize": normalize, "same_label": same_label, "top_labels": top_labels}
     options |= {"exclude": None if exclude == "none" else exclude, "shortlist": shortlist}
@@ -185,21 +204,27 @@ def explain(
 
 def clean(
     run: _Run,
-    drop: Annotated[str | None, typer.Option(help="Drop the highest: 5%, or a number of rows.")] = None,
-    keep: Annotated[str | None, typer.Option(help="Keep only the lowest: 90%, or a number of rows.")] = None,
-    above: Annotated[float | None, typer.Option(help="Drop scores above this number.")] = None,
-    below: Annotated[float | None, typer.Option(help="Drop scores below this number.")] = None,
-    by: Annotated[str, typer.Option(help="Column to decide by.")] = "self_influence",
-    per_class: Annotated[bool, typer.Option("--per-class", help="Take the share within each label.")] = False,
+    drop: Annotated[
+        str | None, typer.Option(help="Drop the rows of highest score: a share such as 5%, or a number of rows.")
+    ] = None,
+    keep: Annotated[
+        str | None, typer.Option(help="Keep only the rows of lowest score: a share such as 90%, or a number of rows.")
+    ] = None,
+    above: Annotated[float | None, typer.Option(help="Drop rows with a score above this number.")] = None,
+    below: Annotated[float | None, typer.Option(help="Drop rows with a score below this number.")] = None,
+    by: Annotated[str, typer.Option(help="Column to use as the score.")] = "self_influence",
+    per_class: Annotated[bool, typer.Option("--per-class", help="Apply the share within each label.")] = False,
     chosen: Annotated[
         Path | None,
-        typer.Option("--from", help="Go by the decisions in this file, which --decisions or the page wrote."),
+        typer.Option("--from", help="Use the decisions in this file, written by --decisions or exported by the page."),
     ] = None,
-    decisions: Annotated[Path | None, typer.Option(help="Parquet or CSV file for every row's decision.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write the dataset without the dropped rows.")] = None,
+    decisions: Annotated[
+        Path | None, typer.Option(help="Write every row's decision to this Parquet or CSV file.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the dataset without the dropped rows to this path.")] = None,
     json: _Json = False,
 ) -> None:
-    """Decide which rows to drop, and write the dataset without them in the format it came in."""
+    """Decide which rows to drop, and write the dataset without them in its own format."""
     amounts = {"drop": drop, "keep": keep, "above": above, "below": below}
     _commands().clean(run, amounts, by, per_class, chosen, decisions, out, json)
 
@@ -207,32 +232,36 @@ def clean(
 def check(
     run: _Run,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Set damaged shards aside, and score their rows again.")
+        bool, typer.Option("--repair", help="Move damaged shards aside and score their rows again.")
     ] = False,
     trust: _Trust = False,
     json: _Json = False,
 ) -> None:
-    """Look at every file of a run; exit with 1 if something is wrong or missing."""
+    """Check every file of a run; exit with code 1 if anything is damaged or missing."""
     with _resumable():
         _commands().check(run, repair, trust, json)
 
 
 def info(run: _Run, json: _Json = False) -> None:
-    """Say what a run is, how far it is, and what stands out in it."""
+    """Describe a run: its method, its progress, and its examples of highest self-influence."""
     _commands().info(run, json)
 
 
 def serve(
     run: _Run,
-    port: Annotated[int, typer.Option(help="Where to listen; 0 for any port that is free.")] = 8765,
-    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine with --token.")] = "127.0.0.1",
-    token: Annotated[str | None, typer.Option(help="What others need to know to read and decide.")] = None,
-    model: Annotated[bool, typer.Option("--model", help="Load the model too, to ask about new examples.")] = False,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free port.")] = 8765,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; one that other machines can reach needs --token.")
+    ] = "127.0.0.1",
+    token: Annotated[
+        str | None, typer.Option(help="Token for making decisions; from other machines, also for reading.")
+    ] = None,
+    model: Annotated[bool, typer.Option("--model", help="Also load the model, to explain new examples.")] = False,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     trust: _Trust = False,
     json: _Json = False,
 ) -> None:
-    """Open a page on a run: look at examples, ask who taught what, decide what goes."""
+    """Serve a page of a run: browse examples, explain them, and decide which to drop or relabel."""
     from eigentrace.cli.paging import serve as start
 
     _hide_bars()
@@ -241,18 +270,19 @@ def serve(
 
 def report(
     run: _Run,
-    out: Annotated[Path | None, typer.Option(help="A new HTML file; RUN/page.html if not given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="HTML file to create; RUN/page.html by default.")] = None,
     rows: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Examples of highest self-influence to explain; those that explain them, and a sample, are added.",
+            help="Number of examples of highest self-influence to include; the page also has their proponents and "
+            "opponents, and a sample of the others.",
         ),
     ] = 300,
     trust: _Trust = False,
     json: _Json = False,
 ) -> None:
-    """Write the page on a run as one HTML file, to mail around."""
+    """Write the page of a run as one HTML file, which can be shared."""
     from eigentrace.cli.paging import report as write
 
     write(run, out, rows, trust, json)
