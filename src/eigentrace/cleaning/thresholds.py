@@ -74,11 +74,11 @@ def find_label_issues(
         by: The score that ranks examples, as in `clean`.
         share: How many of the highest scores to return: a share ("5%", 0.05) or a number of rows. If not given, return
             the examples whose label differs from the model's prediction.
-        return_indices: Return row numbers, most suspicious first, instead of one boolean per row. Rows without a score
-            come last.
+        return_indices: Return rows, most suspicious first, instead of one boolean per row. Rows without a score come
+            last.
 
     Returns:
-        A boolean array (N,), True for suspicious rows, or their row numbers.
+        A boolean array (N,), True for suspicious examples, or the rows of these.
     """
     name, scores = scores_of(run, by)
     ranks = ranks_of(scores)

@@ -138,7 +138,10 @@ def read_ids(records: Records, column: str | None) -> np.ndarray | pa.Array | No
     records.refuse_nulls(column)
     kind = records.schema.field(column).type
     if not is_text(kind) and not pa.types.is_integer(kind):
-        raise InputError(f"Ids must be text or integers, but column {column!r} of {records.name} contains {kind}.")
+        raise InputError(
+            f"Ids must be text or integers, but column {column!r} of {records.name} contains {kind}. Choose another "
+            "column with id."
+        )
     ids = records.whole([column]).column(0)
     if not is_text(kind):
         return ids.to_numpy()

@@ -61,7 +61,7 @@ def find_files(dataset: Path | str, split: str | None = None) -> Files:
     if has_magic(str(path)):
         found = tuple(Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file())
         if not found:
-            raise InputError(f"No file matches {str(path)!r}.")
+            raise InputError(f"No file matches {str(path)!r}. Check the pattern and the current directory.")
         return Files(_one_format(found), found, path)
     raise InputError(f"There is no dataset at {path}. Pass {_KNOWN}.")
 

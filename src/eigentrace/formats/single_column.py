@@ -26,7 +26,7 @@ def single_column(files: Files, name: str, delimiter: str | None = None) -> pa.C
     try:
         parts = [_column(path, files.format, name, delimiter) for path in files.paths]
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"Column {name!r} of {files.source} cannot be read ({error}).") from None
+        raise DataError(f"Column {name!r} of {files.source} cannot be read ({error}). Check the file.") from None
     chunks = [chunk for part in parts if part is not None for chunk in part.chunks]
     if not chunks or any(part is None for part in parts):
         return None

@@ -60,13 +60,13 @@ def _from_path(name: str) -> ModuleType:
 def _from_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        raise InputError(f"There is no file {path} to import the function from.")
+        raise InputError(f"There is no file {path} to import the function from. Check the path.")
     _make_importable(path.parent)
     # A unique module name, because a file called json.py must not replace the module json.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise InputError(f"{path} cannot be imported as Python.")
+        raise InputError(f"{path} cannot be imported as Python. Pass a file that ends in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

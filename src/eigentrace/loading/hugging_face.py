@@ -50,7 +50,8 @@ def stored_class_names(folder: Path) -> tuple[str, ...] | None:
 def load_model(folder: Path, task: str) -> nn.Module:
     """Load a trained model in float32, on the CPU; raise TaskError if weights are missing in the folder.
 
-    Weights are read from safetensors files only, since a pickle can call anything, and code in the folder is not run.
+    Weights are read only from safetensors files, because loading a pickle can run any code. Code in the folder is not
+    run.
     """
     loader = getattr(_transformers(), _CLASSES[task])
     if not any(folder.glob("*.safetensors")) and (pickled := sorted(folder.glob("*.bin"))):

@@ -117,16 +117,17 @@ def read_pixels(data: bytes, mode: str = "RGB") -> np.ndarray:  # (H, W) or (H, 
     Raises:
         InputError: If the file has another format, is damaged or has more pixels; the size is read from its header.
     """
-    pillow = _pillow()
+    pillow, size = _pillow(), "more"
     try:
         with pillow.Image.open(io.BytesIO(data), formats=_FROM_OUTSIDE) as opened:
             if opened.width * opened.height <= _MOST_FROM_OUTSIDE:
                 return np.asarray(pillow.ImageOps.exif_transpose(opened).convert(mode))
+            size = f"{opened.width}×{opened.height}"
     except (pillow.Image.DecompressionBombWarning, pillow.Image.DecompressionBombError):
         pass
     except (OSError, SyntaxError, ValueError) as error:
         raise InputError(f"The image cannot be read: {error}. Pass a PNG, JPEG or WebP file.") from None
-    raise InputError("The image must have at most 2²⁴ pixels. Resize it.")
+    raise InputError(f"The image must have at most 2²⁴ pixels, got {size}. Resize it.")
 
 
 def check_images(records: Records, column: str) -> None:
@@ -156,7 +157,7 @@ def preparation(folder: Path) -> Prepare:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InputError(f"{path} is damaged: {error}") from None
+        raise InputError(f"{path} is damaged: {error}. Save the image processor again.") from None
     if _is_plain(settings):
         return Plain(settings)
     return Processed(load_image_processor(folder))

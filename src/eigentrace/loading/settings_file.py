@@ -175,7 +175,10 @@ def _in_run(value: Any, home: Path | str | None) -> Any:
     if not isinstance(value, str) or Path(value).parts[:1] != (IN_RUN,):
         return value
     if home is None:
-        raise InputError(f"The argument {value!r} begins with the directory of a run, but no run was given.")
+        raise InputError(
+            f"The argument {value!r} begins with the placeholder for a run's directory, but there is no run. Pass the "
+            "run's directory as `home`."
+        )
     return str(Path(home).resolve().joinpath(*Path(value).parts[1:]))
 
 
@@ -183,9 +186,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"There is no settings file {path}.") from None
+        raise InputError(f"There is no settings file {path}. Check the path.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not TOML: {error}") from None
+        raise InputError(f"{path} is not valid TOML: {error}. Correct it there.") from None
 
 
 def _method_of(sources: Iterable[Mapping[str, Any]]) -> str:

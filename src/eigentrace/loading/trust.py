@@ -1,10 +1,10 @@
-"""Trust in runs: the function that a run's files name is called only if the user created the run or said so.
+"""Trusted runs: the function that loads a run's model and data is only called if the user created or trusts the run.
 
-A run is data, possibly somebody else's. Whatever it names is imported and called only after one of:
+A run may come from somebody else, so the function that it names is imported and called only if one of these holds:
 
-- the user named the function in a command on this machine; the command records this outside of the run,
+- the user passed the function to a command on this machine, which recorded this outside of the run,
 - the user passed `trust=True` or `--trust` for this run, which is recorded in the same way,
-- the function is eigentrace's own and known to be harmless.
+- the function is part of eigentrace and known to be harmless.
 """
 
 import json
@@ -18,7 +18,7 @@ from eigentrace.errors import StorageError, UntrustedError
 from eigentrace.numeric.hashing import hash_text
 
 HARMLESS = ("eigentrace.demo.inputs:digits",)
-"""Functions that runs of eigentrace's own demo name: they read tensors from the run and call nothing that it names."""
+"""Functions in the runs of eigentrace's own demo: they read tensors from the run and call no code that it names."""
 
 
 def check_trusted(asked: Mapping[str, Any], home: Path | str | None) -> None:
@@ -40,7 +40,7 @@ def check_trusted(asked: Mapping[str, Any], home: Path | str | None) -> None:
 
 
 def is_trusted(asked: Mapping[str, Any], home: Path | str) -> bool:
-    """Return whether the user's configuration records that this run may call what it names."""
+    """Return whether the user's configuration records that the function named by this run may be called."""
     try:
         held = json.loads(_record(home).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -49,9 +49,9 @@ def is_trusted(asked: Mapping[str, Any], home: Path | str) -> bool:
 
 
 def trust_run(asked: Mapping[str, Any], home: Path | str) -> None:
-    """Record in the user's configuration that the run at `home` may call the function that it names.
+    """Record in the user's configuration that the function named by the run at `home` may be called.
 
-    Nothing is recorded where the configuration cannot be written: the run then needs `--trust` each time.
+    If the configuration cannot be written, nothing is recorded, and the run needs `--trust` each time.
     """
     if "function" not in asked:
         return
@@ -65,7 +65,7 @@ def trust_run(asked: Mapping[str, Any], home: Path | str) -> None:
 
 
 def called(asked: Mapping[str, Any]) -> str:
-    """Return the call that a request asks for, shortened, as it would be written in Python."""
+    """Return the call described by a request as Python code, with long values shortened."""
     name = str(dict(asked.get("resolved") or {}).get("function", asked["function"]))
     args = asked.get("args") or {}
     words = ", ".join(f"{key}={_short(value)}" for key, value in args.items()) if isinstance(args, Mapping) else "…"

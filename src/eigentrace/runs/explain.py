@@ -53,7 +53,7 @@ class Explanation:
     proponents: Side
     """Highest scores first."""
     opponents: Side
-    """Lowest scores first; scores are positive where fewer than k examples have a negative one."""
+    """Lowest scores first; if fewer than k examples have a negative score, positive ones follow."""
     how: str
     """"exact": every eligible example was scored exactly; "rescored": the scores are exact, but only candidates were
     scored; "stored tail": scores from stored features that approximate the tail; "kept directions only": scores from
@@ -121,7 +121,7 @@ def explain(
 
     Args:
         run: A complete run.
-        queries: One or more row numbers of the run, which need no model, or new examples, which need the model.
+        queries: One or more rows of the run, which need no model, or new examples, which need the model.
         k: Number of proponents, and of opponents, per query.
         fitted: The fit, needed for new examples and for exact scores.
         data: The examples that were scored, needed for exact scores.
@@ -176,7 +176,7 @@ def _asked(run: RunReader, queries: Any, fitted: Fitted | None, data: Data | Non
     if fitted is None:
         raise InputError(
             "New examples as queries need the model. Open the run with eigentrace.open_run(path, task, data), or pass "
-            "row numbers of the run."
+            "rows of the run."
         )
     given = as_data(queries)
     found = measured(fitted, given, Compute(precision=run.manifest["compute"]["precision"]))

@@ -66,7 +66,8 @@ def _encoded(values: Any, column: str) -> tuple[pa.Array, np.ndarray]:  # (G,), 
         array = values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values, from_pandas=True)
     except pa.ArrowException as error:
         raise InputError(
-            f"Column {column!r} contains values of several types and cannot define groups ({error})."
+            f"Column {column!r} contains values of several types and cannot define groups ({error}). Convert them to "
+            "text."
         ) from None
     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array

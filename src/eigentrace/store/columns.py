@@ -45,7 +45,7 @@ class ScoredColumn:
 COLUMNS = {
     column.name: column
     for column in (
-        ScoredColumn("loss", "loss", "the loss of the example, in nats where it is cross-entropy"),
+        ScoredColumn("loss", "loss", "the loss of the example, in nats if it is a cross-entropy"),
         ScoredColumn(
             "gradient_norm", "gradient norm", "‖g(x)‖, the length of its gradient", tensor="square_norm", read=np.sqrt
         ),
