@@ -1,4 +1,4 @@
-"""Plots as inline SVG. Colours come from the page's style sheet, so that they follow light and dark."""
+"""Plots as inline SVG, with the colours of the page's style sheet, in light and dark mode."""
 
 import math
 from collections.abc import Sequence
@@ -9,24 +9,24 @@ import numpy as np
 from eigentrace.errors import InputError
 from eigentrace.evaluate.scale import LogScale, count_ticks, tick_labels
 
-# One size for both plots. It is drawn at 340 to 520 pixels, so that text of 13 units takes 10 to 15 pixels.
+# Size of both plots. They are 340 to 520 pixels wide on the page, so text of 13 units has 10 to 15 pixels.
 WIDTH, HEIGHT = 440, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 428, 30, 252
 _NUM_BINS = 48
-# Scores further below the largest than this say no more than "next to nothing".
+# Maximum length of a log axis: smaller scores are drawn at its end.
 _MAX_DECADES = 10
-_BELOW_WIDTH = 30  # room for the bar of scores that a log axis cannot show
+_BELOW_WIDTH = 30  # width reserved for the bar of scores ≤ 0, which a log axis cannot show
 
 
 def spectrum_svg(eigenvalues: np.ndarray, residuals: np.ndarray | None = None) -> str:  # (K,), (K,)
-    """Draw |λ| on a log axis in the order given, negative eigenvalues as diamonds in their own colour.
+    """Draw |λ| on a log axis, with negative eigenvalues as diamonds in another colour.
 
     Args:
-        eigenvalues: Any order; usually falling in |λ|.
-        residuals: Bounds on the error of each eigenvalue, drawn as bars.
+        eigenvalues: In the order to draw them, usually by descending |λ|.
+        residuals: Error bound of each eigenvalue, drawn as a bar.
 
     Raises:
-        InputError: If there is nothing to draw, if a value is not finite or if the lengths differ.
+        InputError: If there is nothing to draw, a value is not finite or the lengths differ.
     """
     magnitudes = np.abs(eigenvalues)
     if eigenvalues.ndim != 1 or not magnitudes.any() or not np.isfinite(magnitudes).all():
@@ -36,7 +36,7 @@ def spectrum_svg(eigenvalues: np.ndarray, residuals: np.ndarray | None = None) -
         )
     if residuals is not None and residuals.shape != eigenvalues.shape:
         raise InputError(
-            f"Got {residuals.size} residuals for {eigenvalues.size} eigenvalues: give one for each, or None."
+            f"Got {residuals.size} residuals for {eigenvalues.size} eigenvalues: pass one for each, or None."
         )
     scale = _around(magnitudes[magnitudes > 0], start=_BOTTOM, end=_TOP)
     gap = (_RIGHT - _LEFT) / len(eigenvalues)
@@ -68,9 +68,9 @@ def spectrum_svg(eigenvalues: np.ndarray, residuals: np.ndarray | None = None) -
 
 
 def histogram_svg(scores: np.ndarray, is_wrong: np.ndarray) -> str:  # (N,), (N,) bool
-    """Draw how self-influence is distributed, right and wrong labels over each other on a log axis.
+    """Draw histograms of self-influence for right and wrong labels, overlaid on one log axis.
 
-    Scores of zero or less have no place on a log axis and get a bar of their own at the left.
+    Scores of zero or less, which a log axis cannot show, are counted in a separate bar on the left.
 
     Raises:
         InputError: If a score is not finite or the lengths differ.
@@ -78,8 +78,8 @@ def histogram_svg(scores: np.ndarray, is_wrong: np.ndarray) -> str:  # (N,), (N,
     if scores.shape != is_wrong.shape or not np.isfinite(scores).all():
         raise InputError(
             f"A histogram needs finite scores and one flag for each, got shapes {scores.shape} and "
-            f"{is_wrong.shape} with {int(np.isfinite(scores).sum())} finite scores: drop or repair the "
-            "others."
+            f"{is_wrong.shape} with {int(np.isfinite(scores).sum())} finite scores: leave out the examples with other "
+            "scores."
         )
     positive = scores[scores > 0]
     has_below = len(positive) < len(scores)
@@ -87,7 +87,7 @@ def histogram_svg(scores: np.ndarray, is_wrong: np.ndarray) -> str:  # (N,), (N,
     scale = _around(positive, start=left, end=_RIGHT)
     edges = np.geomspace(scale.low, scale.high, _NUM_BINS + 1)
     groups = {"right": scores[~is_wrong], "wrong": scores[is_wrong]}
-    # Rounding may put an extreme score a hair outside the edges computed from it.
+    # By rounding, an extreme score may lie slightly outside of the edges computed from it.
     counts = {k: np.histogram(np.clip(v[v > 0], edges[0], edges[-1]), edges)[0] for k, v in groups.items()}
     below = {k: int((v <= 0).sum()) for k, v in groups.items()}
     highest = max(1, *(int(c.max()) for c in counts.values()), *below.values())
@@ -107,12 +107,12 @@ def histogram_svg(scores: np.ndarray, is_wrong: np.ndarray) -> str:  # (N,), (N,
 
 
 def _around(values: np.ndarray, start: float, end: float) -> LogScale:
-    """Return a log axis that holds the values with a margin, at most `_MAX_DECADES` of them."""
+    """Return a log axis over the values with a margin, at most about `_MAX_DECADES` decades long."""
     if not len(values):
         return LogScale(0.1, 10.0, start, end)
     high = float(values.max())
     low = max(float(values.min()), high / 10.0**_MAX_DECADES)
-    # Two neighbours of 1-2-5 lie within a factor of 2.5² of each other, so an axis of 6.3 has two labels at least.
+    # Any range of a factor of 6.3 > 2.5² contains at least two of 1, 2, 5, 10, …, so every axis has two labels.
     margin = max((high / low) ** 0.04 * 1.1, math.sqrt(6.3 * low / high))
     return LogScale(low / margin, high * margin, start, end)
 
@@ -188,7 +188,7 @@ def _median(values: np.ndarray) -> str:
 
 
 def _svg(title: str, summary: str, parts: Sequence[str]) -> str:
-    # `role` and `aria-label` make readers treat the drawing as one picture with one description.
+    # With `role` and `aria-label`, screen readers treat the drawing as one image with this description.
     label = escape(f"{title}. {summary}")
     start = f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
     return start + "".join(parts) + "</svg>"

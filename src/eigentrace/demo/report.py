@@ -1,4 +1,4 @@
-"""The demo's report as one HTML file (no script, no request to anywhere) and its table as plain text."""
+"""The demo's report as one HTML file, without scripts or requests, and its table as plain text."""
 
 import base64
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from eigentrace.rendering.png import encode_png
 
 @dataclass(frozen=True)
 class MethodRow:
-    """How one method did."""
+    """The results of one method."""
 
     method: str
     keep: int | None
-    """K, the directions kept for each example; None where the method keeps none."""
+    """K, the number of directions kept; None if the method keeps none."""
     auc: float
-    """Percent."""
+    """In percent."""
     ap: float
-    """Percent."""
+    """In percent."""
     fit_seconds: float
     score_seconds: float
 
 
 @dataclass(frozen=True)
 class Example:
-    """One training image with the label it was given and the one it should have."""
+    """One training image with its given label, its true label and its score."""
 
     row: int
     image: np.ndarray  # (H, W) uint8
@@ -40,13 +40,13 @@ class Example:
 
     @property
     def is_wrong(self) -> bool:
-        """Tell whether the given label is not the true one."""
+        """Whether the given label differs from the true one."""
         return self.given != self.true
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A number worth reading first, and what it counts."""
+    """A key figure with its description."""
 
     value: str
     label: str
@@ -54,7 +54,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Note:
-    """A term of the page and its meaning."""
+    """A term on the page with its explanation."""
 
     term: str
     text: str
@@ -62,14 +62,14 @@ class Note:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything on the page."""
+    """The content of the page."""
 
     title: str
     lede: str
     facts: Sequence[Fact]
     methods: Sequence[MethodRow]
     eigenvalues: np.ndarray  # (K,)
-    residuals: np.ndarray | None  # (K,), where the fit has error bounds
+    residuals: np.ndarray | None  # (K,), if the fit has error bounds
     scores: np.ndarray  # (N,) self-influence
     is_wrong: np.ndarray  # (N,) bool
     examples: Sequence[Example]
@@ -78,8 +78,8 @@ class Report:
     def __post_init__(self) -> None:
         if self.scores.shape != self.is_wrong.shape or self.scores.ndim != 1:
             raise InputError(
-                f"scores has shape {self.scores.shape} and is_wrong {self.is_wrong.shape}: give one of each "
-                "for every training example."
+                f"scores has shape {self.scores.shape} and is_wrong {self.is_wrong.shape}: pass one value of each for "
+                "every training example."
             )
 
 
@@ -87,7 +87,7 @@ HEADINGS = ("method", "K", "AUC %", "AP %", "fit s", "score s")
 
 
 def cells(row: MethodRow) -> tuple[str, ...]:
-    """Write one method's values, in the order of `HEADINGS`."""
+    """Format one method's values, in the order of `HEADINGS`."""
     return (
         row.method,
         "–" if row.keep is None else str(row.keep),
@@ -99,7 +99,7 @@ def cells(row: MethodRow) -> tuple[str, ...]:
 
 
 def methods_table(rows: Sequence[MethodRow]) -> str:
-    """Lay the methods out as aligned plain text: names to the left, numbers to the right.
+    """Format the methods as an aligned plain-text table, with names on the left and numbers on the right.
 
     >>> print(methods_table([MethodRow("Loss", None, 99.7, 99.0, 0.0, 1.25)]))
     method  K  AUC %  AP %  fit s  score s
@@ -113,7 +113,7 @@ def methods_table(rows: Sequence[MethodRow]) -> str:
     )
 
 
-# The policy makes the promise of no requests one that the browser keeps, whatever ends up in the text.
+# The content security policy makes the browser block all requests, whatever the page contains.
 _HEAD = """<!doctype html>
 <html lang="en">
 <head>
@@ -130,7 +130,7 @@ _HEAD = """<!doctype html>
 
 
 def render_page(report: Report) -> str:
-    """Write a whole report as the text of an HTML file."""
+    """Return a report as the text of an HTML file."""
     style = resources.files("eigentrace.demo").joinpath("style.css").read_text(encoding="utf-8")
     sections = [
         _section("methods", "How the methods compare", _methods(report.methods)),
@@ -162,8 +162,8 @@ def _methods(rows: Sequence[MethodRow]) -> str:
     best_auc, best_ap = (max((getattr(row, name) for row in rows), default=0.0) for name in ("auc", "ap"))
     body = "\n".join(_method(row, row.auc == best_auc, row.ap == best_ap) for row in rows)
     return (
-        '<p class="hint">Each method ranks all training examples; the wrong labels should come first. AUC '
-        "and AP measure how far they do. The best of each is bold.</p>\n"
+        '<p class="hint">Each method ranks all training examples; wrong labels should come first. AUC and AP '
+        "measure how well it does. The best values are bold.</p>\n"
         f'<div class="scroll"><table>\n{head}\n<tbody>\n{body}\n</tbody>\n</table></div>\n'
     )
 
@@ -172,7 +172,7 @@ def _method(row: MethodRow, best_auc: bool, best_ap: bool) -> str:
     name, keep, auc, ap, *seconds = (escape(cell) for cell in cells(row))
     auc, ap = (f"<b>{number}</b>" if best else number for number, best in ((auc, best_auc), (ap, best_ap)))
     numbers = "".join(f"<td>{cell}</td>" for cell in (keep, auc, ap, *seconds))
-    # The number itself stands two cells to the left, so the bar is decoration to a reader of the page by ear.
+    # The bar is hidden from screen readers, because the same number is in another cell of the row.
     bar = (
         '<svg viewBox="0 0 100 8" aria-hidden="true" preserveAspectRatio="none">'
         '<rect class="track" width="100" height="8"/>'
@@ -189,7 +189,7 @@ def _histogram(report: Report) -> str:
     )
     caption = (
         f'<p class="legend">{legend}</p>'
-        '<p class="hint">How many training examples have which score. The less they overlap, the better.</p>'
+        '<p class="hint">Number of training examples by score. The less the two groups overlap, the better.</p>'
     )
     return _figure("histogram", "Self-influence", caption, histogram_svg(report.scores, report.is_wrong))
 
@@ -198,10 +198,10 @@ def _spectrum(report: Report) -> str:
     legend = '<span class="key positive"></span>positive'
     if (report.eigenvalues < 0).any():
         legend += '<span class="key negative"></span>negative'
-    bars = " Bars, where long enough to see, are error bounds." if report.residuals is not None else ""
+    bars = " Bars are error bounds; some are too short to see." if report.residuals is not None else ""
     caption = (
         f'<p class="legend">{legend}</p>'
-        f'<p class="hint">The curvature directions kept, by the size of their eigenvalue.{bars}</p>'
+        f'<p class="hint">The eigenvalues of the kept directions, in descending order.{bars}</p>'
     )
     return _figure("spectrum", "Spectrum", caption, spectrum_svg(report.eigenvalues, report.residuals))
 
@@ -214,7 +214,7 @@ def _gallery(examples: Sequence[Example]) -> str:
     found = sum(example.is_wrong for example in examples)
     cards = "\n".join(_card(rank, example) for rank, example in enumerate(examples, start=1))
     dashed = (
-        " A dashed frame marks an image whose label is right: hard to read, or rare, but not mislabeled here."
+        " A dashed frame marks an image with a right label, which may be hard to read or unusual."
         if found < len(examples)
         else ""
     )
@@ -225,7 +225,7 @@ def _gallery(examples: Sequence[Example]) -> str:
 
 
 def _card(rank: int, example: Example) -> str:
-    # What stands in <i> is left out where there is little room.
+    # The style sheet hides <i> elements on narrow screens.
     height, width = example.image.shape
     kind, verdict = ("hit", "✓ wrong") if example.is_wrong else ("miss", "✗ right")
     alt = f"Training image {example.row}, labelled {example.given}, showing {example.true}"
@@ -241,7 +241,7 @@ def _card(rank: int, example: Example) -> str:
 
 
 def _short(score: float) -> str:
-    # Three digits, written out where that takes no exponent.
+    # Three significant digits, without an exponent for scores of usual size.
     return f"{score:,.0f}" if 100 <= abs(score) < 1e6 else f"{score:.3g}"
 
 

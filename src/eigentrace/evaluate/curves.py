@@ -1,4 +1,4 @@
-"""Curves with their spread, as a picture that stands alone: it brings its own colours, for light and dark."""
+"""Line plots with error bands as standalone SVG, with colours for light and dark backgrounds."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from eigentrace.errors import InputError
 _WIDTH, _HEIGHT = 640, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 470, 52, 306
 _NAME_GAP = 16
-# Blue, vermilion, green, purple, orange, sky: told apart by people who see few colours.
+# Blue, vermilion, green, purple, orange, sky blue: distinguishable with colour vision deficiencies.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _CONTROL = "#808080"
 _STYLE = (
@@ -26,23 +26,23 @@ _STYLE = (
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """One line of a picture."""
+    """One curve of a plot."""
 
     name: str
     across: np.ndarray
-    """(points,), ascending."""
+    """(points,), x values, ascending."""
     up: np.ndarray
-    """(points,)"""
+    """(points,), y values."""
     spread: np.ndarray | None = None
-    """(points,), drawn as a band on both sides."""
+    """(points,), half the height of the band around the curve."""
     is_control: bool = False
-    """Drawn grey and dashed."""
+    """Whether to draw the curve grey and dashed."""
     colour: int | None = None
-    """Which of the colours, so that one name has one colour in several pictures; by default the next."""
+    """Index of its colour, to use one colour for the same curve in several plots; by default the next one."""
 
 
 def curves_svg(title: str, curves: Sequence[Curve], across: str, up: str) -> str:
-    """Draw curves over one pair of axes, each named at its end.
+    """Draw curves on one pair of axes, each labelled at its end.
 
     Raises:
         InputError: If there is nothing to draw, lengths differ, or a number is not finite.
@@ -50,11 +50,14 @@ def curves_svg(title: str, curves: Sequence[Curve], across: str, up: str) -> str
     for curve in curves:
         parts = [curve.across, curve.up] + ([] if curve.spread is None else [curve.spread])
         if len({part.shape for part in parts}) != 1 or curve.up.ndim != 1 or not len(curve.up):
-            raise InputError(f"Curve {curve.name!r} has shapes {[part.shape for part in parts]}: give one length.")
+            raise InputError(
+                f"Curve {curve.name!r} has arrays of shapes {[part.shape for part in parts]}: pass one-dimensional "
+                "arrays of equal length, with at least one point."
+            )
         if not all(np.isfinite(part).all() for part in parts):
-            raise InputError(f"Curve {curve.name!r} holds numbers that are not finite: leave those points out.")
+            raise InputError(f"Curve {curve.name!r} contains numbers that are not finite: leave those points out.")
     if not curves:
-        raise InputError("There are no curves to draw: give at least one.")
+        raise InputError("There are no curves to draw: pass at least one.")
     bands = [_band(curve) for curve in curves]
     x = _Axis([float(v) for c in curves for v in c.across], _LEFT, _RIGHT)
     y = _Axis([float(v) for low, high in bands for v in (*low, *high)], _BOTTOM, _TOP)
@@ -75,7 +78,7 @@ def curves_svg(title: str, curves: Sequence[Curve], across: str, up: str) -> str
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers between two bounds, three to seven of them.
+    """Return three to seven round numbers between two bounds.
 
     >>> round_ticks(0.0, 0.31)
     [0.0, 0.1, 0.2, 0.3]
@@ -83,17 +86,17 @@ def round_ticks(low: float, high: float) -> list[float]:
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
-    # Rounded to the step's own digits: .30000000000000004 is no label.
+    # Rounded to the digits of the step, to avoid labels such as 0.30000000000000004.
     digits = max(0, 1 - math.floor(math.log10(step)))
     return [round(n * step, digits) for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 class _Axis:
-    """A linear axis that holds some values."""
+    """A linear axis over the range of some values."""
 
     def __init__(self, values: Sequence[float], start: float, end: float) -> None:
         low, high = min(values), max(values)
-        if high - low <= 1e-9 * max(abs(low), abs(high)):  # all the same: room on both sides
+        if high - low <= 1e-9 * max(abs(low), abs(high)):  # all values are equal: add a margin
             margin = abs(high) * 0.05 or 1.0
             low, high = low - margin, high + margin
         self.low, self.high, self._start, self._end = low, high, start, end
@@ -117,7 +120,7 @@ def _colours(curves: Sequence[Curve]) -> list[str]:
 
 
 def _label_places(ends: Sequence[float]) -> list[float]:
-    """Move the names at the curves' ends apart, so that none covers another or the numbers below the axis."""
+    """Move the labels at the curves' ends apart, so that they overlap neither each other nor the tick labels."""
     order = sorted(range(len(ends)), key=lambda i: ends[i])
     places = list(ends)
     for above, here in pairwise(order):
@@ -132,7 +135,7 @@ def _label_places(ends: Sequence[float]) -> list[float]:
 def _drawn(curve: Curve, low: np.ndarray, high: np.ndarray, colour: str, x: _Axis, y: _Axis) -> str:
     kind = "line control" if curve.is_control else "line"
     if len(curve.up) == 1:
-        # A line of a single point would not be seen.
+        # A line through a single point would be invisible.
         across, up, top, bottom = (
             axis.position(float(values[0])) for axis, values in ((x, curve.across), (y, curve.up), (y, high), (y, low))
         )

@@ -1,4 +1,4 @@
-"""Retraining curves: drop more and more of the data by a score, and watch what happens to the queries."""
+"""Retraining curves: outputs of the queries after dropping increasing shares of the training data by a score."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,21 +20,21 @@ RANDOM = "random"
 
 @dataclass(frozen=True, eq=False)
 class RetrainingCurves:
-    """Outputs after dropping shares of the training data in the order of several scores."""
+    """Mean outputs of the queries after dropping shares of the training data, ranked by several scores."""
 
     shares: np.ndarray
-    """(S,), shares of the data dropped, from 0 up."""
+    """(S,), shares of the data dropped, ascending from 0."""
     values: dict[str, np.ndarray]
-    """(S, s) by the name of the score, "random" last: the mean output of the queries, per share and seed."""
+    """(S, s) by the name of the score, "random" last: the mean output over the queries, per share and seed."""
     drop: Literal["top", "bottom"]
-    """Which end of a ranking was dropped."""
+    """The end of each ranking that was dropped."""
 
     def mean(self, name: str) -> np.ndarray:  # (S,)
         """Return a curve, averaged over seeds."""
         return self._of(name).mean(axis=1)
 
     def spread(self, name: str) -> np.ndarray:  # (S,)
-        """Return the standard deviation over seeds; 0 with a single one."""
+        """Return the standard deviation over seeds; 0 with a single seed."""
         values = self._of(name)
         return values.std(axis=1, ddof=1) if values.shape[1] > 1 else np.zeros(len(values))
 
@@ -45,7 +45,7 @@ class RetrainingCurves:
 
     def _of(self, name: str) -> np.ndarray:
         if name not in self.values:
-            raise InputError(f"There is no curve {name!r}: there are {', '.join(self.values)}.")
+            raise InputError(f"There is no curve {name!r}. The curves are {', '.join(self.values)}.")
         return self.values[name]
 
 
@@ -59,19 +59,19 @@ def retraining_curves(
     seed: int = 0,
     cache: str | Path | None = None,
 ) -> RetrainingCurves:
-    """Drop the top or bottom of rankings, train again, and measure the queries.
+    """Drop the top or bottom of rankings, retrain, and measure the queries.
 
-    Random order is always there as the control, another one for every seed. All curves begin with the models trained on
-    everything, and models of one seed are alike but for their data.
+    Dropping in random order, a different one for every seed, is always included as the control. All curves start with
+    the models trained on all data. Models at the same seed differ only in their training data.
 
     Args:
         trainer: `ManyModels`, `Loop`, or a function of rows and seed that returns one number per query.
         scores: (N,) numbers by name, such as self-influence, or influence averaged over the queries.
         shares: Shares of the data to drop, between 0 and 1.
-        drop: "top" drops the highest scores first, "bottom" the lowest; equal ones in the order of the data.
-        seeds: How many models to train at each point.
-        seed: Fixes the models' seeds and the random orders.
-        cache: A directory that remembers models; see `retrain`.
+        drop: "top" drops the highest scores first, "bottom" the lowest; ties are in the order of the data.
+        seeds: Number of models to train for each score and share.
+        seed: Seed of the models' seeds and of the random orders.
+        cache: A directory that stores the outputs of trained models; see `retrain`.
     """
     trainer = as_trainer(trainer)
     check_counts(1, seeds=seeds)
@@ -96,22 +96,25 @@ def _orders(scores: Mapping[str, Any], drop: str) -> tuple[dict[str, np.ndarray]
     if drop not in ("top", "bottom"):
         raise InputError(f"drop must be 'top' or 'bottom', got {drop!r}.")
     if RANDOM in scores:
-        raise InputError(f"{RANDOM!r} is the name of the control: give this score another name.")
+        raise InputError(f"{RANDOM!r} is the name of the control: rename this score.")
     arrays = {name: checked(values, f"scores[{name!r}]", 1) for name, values in scores.items()}
     sizes = {len(values) for values in arrays.values()}
     if len(sizes) != 1:
-        raise InputError(f"Scores are for {sorted(sizes)} examples: give at least one score, all for the same data.")
+        raise InputError(
+            f"Scores must be for the same examples, got scores for {sorted(sizes)} examples: pass at least one score, "
+            "all with the same length."
+        )
     sign = -1 if drop == "top" else 1
     return {name: np.argsort(sign * values, kind="stable") for name, values in arrays.items()}, sizes.pop()
 
 
 def _counts(shares: Sequence[float], num_train: int) -> list[int]:
     if not len(shares) or not all(0 <= share < 1 for share in shares):
-        raise InputError(f"shares must be between 0 and 1, got {list(shares)!r}.")
+        raise InputError(f"shares must be at least 0 and below 1, got {list(shares)!r}.")
     counts = sorted({0, *(round(share * num_train) for share in shares)})
     if len(counts) < 2 or counts[-1] >= num_train:
         raise InputError(
-            f"shares={list(shares)!r} of {num_train} examples drop {counts[-1]} at most: drop at least one, and "
-            "leave one."
+            f"shares={list(shares)!r} of {num_train} examples drop at most {counts[-1]} examples: choose shares that "
+            "drop at least one and keep at least one."
         )
     return counts

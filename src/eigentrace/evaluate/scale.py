@@ -1,4 +1,4 @@
-"""Axes: where a value lies on a plot, and which values get a label."""
+"""Axes of plots: positions of values, tick values and tick labels."""
 
 import math
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ class LogScale:
     end: float
 
     def position(self, value: float) -> float:
-        """Return where `value` is drawn; what is off the axis lies on its nearer end."""
+        """Return the position of `value`; values outside of the axis are drawn at its nearer end."""
         clamped = min(max(value, self.low), self.high)
         share = (math.log(clamped) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
         return self.start + share * (self.end - self.start)
 
     def ticks(self) -> list[float]:
-        """Return the labelled values: powers of ten, or 1-2-5 steps where there are too few of these.
+        """Return the tick values: powers of ten, or 1-2-5 steps if there are fewer than three of these.
 
         >>> LogScale(0.003, 70.0, 0, 1).ticks(), LogScale(0.8, 12.0, 0, 1).ticks()
         ([0.01, 0.1, 1.0, 10.0], [1.0, 2.0, 5.0, 10.0])
@@ -39,7 +39,7 @@ class LogScale:
 
 
 def count_ticks(highest: int) -> list[int]:
-    """Return round whole numbers from 0 up to `highest`, six of them at most.
+    """Return at most six evenly spaced round integers from 0 to at most `highest`.
 
     >>> count_ticks(1130), count_ticks(3)
     ([0, 500, 1000], [0, 1, 2, 3])
@@ -51,7 +51,7 @@ def count_ticks(highest: int) -> list[int]:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Write the values of an axis in one manner: plainly where all are short, else as powers of ten.
+    """Return the tick labels of an axis: all as plain numbers if these are short, else all as powers of ten.
 
     >>> tick_labels([0.01, 0.1, 1.0]), tick_labels([1e-07, 1.0])
     (['0.01', '0.1', '1'], ['10⁻⁷', '10⁰'])
@@ -62,7 +62,7 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 
 def _as_power(value: float) -> str:
-    # The nudge keeps a power of ten whose logarithm comes out a hair too small from losing a decade.
+    # The logarithm of a power of ten may be slightly too small by rounding.
     exponent = math.floor(math.log10(value) + 1e-9)
     power = "10" + str(exponent).translate(_SUPERSCRIPTS)
     digit = round(value / 10.0**exponent)
