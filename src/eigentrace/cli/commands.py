@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from eigentrace.cleaning.decisions import Decisions, check_decisions_file
 from eigentrace.cleaning.export import export
 from eigentrace.cli import request
-from eigentrace.cli.deciding import decided
+from eigentrace.cli.deciding import decide
 from eigentrace.cli.showing import classes_of, counted, show_explanation, show_fit, show_run
 from eigentrace.disk.atomic import replacing, sweep
 from eigentrace.disk.lock import locked
@@ -41,15 +41,15 @@ from eigentrace.store.columns import ID, TAKEN
 def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], trust: bool, as_json: bool) -> None:
     """Fit into a new run, or resume an interrupted fit."""
     folder = Folder(path)
-    how = request.settled(path, config, given)
+    how = request.resolve(path, config, given)
     method = make_method(how["fit"])
     # Nothing is written before model and data are loaded, so that a mistyped option creates no run.
-    inputs = None if folder.fit.exists() else request.made(how, path, trust=trust)
+    inputs = None if folder.fit.exists() else request.load_inputs(how, path, trust=trust)
     if inputs is not None:
-        how = request.bound(how, inputs, path, begun=folder.has_fit_begun)
+        how = request.with_data_hashes(how, inputs, path, begun=folder.has_fit_begun)
     fitted: Fitted | None = None
     with locked(folder.path):
-        request.remember(path, how)
+        request.write(path, how)
         sweep(folder.path)
         if inputs is not None and not folder.fit.exists():
             _note(f"{len(inputs.data):,} examples; {inputs.task.coverage}")
@@ -57,7 +57,7 @@ def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], trust
             if fitted.can.save:
                 fitted.save(folder.fit)
             else:
-                request.remember(path, how | {request.UNSAVED: {"method": fitted.method["name"]}})
+                request.write(path, how | {request.UNSAVED: {"method": fitted.method["name"]}})
         if folder.krylov.exists():
             shutil.rmtree(folder.krylov)
     known = ("method", "coverage", "num_train", "num_products", "ending")
@@ -89,14 +89,14 @@ def _fit_of(folder: Folder, how: Mapping[str, Any], inputs: Inputs) -> Fitted:
 def score(path: Path, given: Mapping[str, Any], device: str | None, trust: bool, as_json: bool) -> None:
     """Score every example into the run, or resume scoring."""
     folder = Folder(path)
-    how = request.stored(path)
+    how = request.read(path)
     if not folder.fit.exists() and request.UNSAVED not in how:
         raise InputError(f"{path} contains no finished fit. Run first: eigentrace fit {path}")
     asked = dict(how["score"]) | {name: value for name, value in given.items() if value is not None}
     limits = {name: asked.pop(name) for name in ("shard_rows", "shard_seconds", "features") if name in asked}
     compute = Compute(**asked)
-    inputs = request.made(how, path, device, trust=trust)
-    how = request.bound(how, inputs, path) if "data" in how else how
+    inputs = request.load_inputs(how, path, device, trust=trust)
+    how = request.with_data_hashes(how, inputs, path) if "data" in how else how
     fitted = _fit_of(folder, how, inputs)
     known = how | {"classes": _classes(inputs)}
     run = score_run(fitted, inputs.data, path, columns=_columns(inputs), compute=compute, how=known, **limits)
@@ -127,8 +127,8 @@ def explain(
     run = _opened(path)
     asked: Any = rows
     if exact or queries is not None or options["top_labels"] is not None:
-        how = request.stored(path)
-        inputs = request.made(how, path, trust=trust)
+        how = request.read(path)
+        inputs = request.load_inputs(how, path, trust=trust)
         # Attaching the data compares it with what was scored, which takes a pass over it: only if it is needed.
         data = inputs.data if exact or rows or not run.num_features else None
         run = (
@@ -166,7 +166,7 @@ def clean(
     if out is not None:
         _refuse_function(run)
     told = {name: _amount(value) for name, value in amounts.items() if value is not None}
-    found = decided(run, told, by, per_class, chosen)
+    found = decide(run, told, by, per_class, chosen)
     written = None if out is None else _written(run, found, out)
     if decisions is not None:
         found.write(decisions)
@@ -199,11 +199,11 @@ def check(path: Path, repair: bool, trust: bool, as_json: bool) -> None:
     folder = request.scored_folder(path)
     first = health = look(path, repair=repair)
     if repair and not health.is_good:
-        how = request.stored(path)
+        how = request.read(path)
         pinned = {name: folder.manifest["compute"][name] for name in ("engine", "precision", "compile")}
-        inputs = request.made(how, path, trust=trust)
+        inputs = request.load_inputs(how, path, trust=trust)
         if "data" in how:
-            request.bound(how, inputs, path)
+            request.with_data_hashes(how, inputs, path)
         if health.num_missing:
             _note(f"Scoring {counted(health.num_missing, 'row')} again.")
         score_run(
@@ -346,7 +346,7 @@ def _write_answers(found: Explanation, out: Path) -> None:
 
 def _amount(value: Any) -> Any:
     """Return a share such as "5%" as it is, and convert other text to a number of rows."""
-    return value if isinstance(value, str) and value.strip().endswith("%") else request.number(value)
+    return value if isinstance(value, str) and value.strip().endswith("%") else request.parse(value)
 
 
 def _plain(value: Any) -> Any:

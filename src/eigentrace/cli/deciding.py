@@ -20,7 +20,7 @@ from eigentrace.store.same_data import id_difference, label_difference, stored_i
 _OF_REPORT = {"row": pa.int64(), "id": pa.string(), "decision": pa.string(), "new_label": pa.int64()}
 
 
-def decided(run: Run, told: Mapping[str, Any], by: str, per_class: bool, chosen: Path | None) -> Decisions:
+def decide(run: Run, told: Mapping[str, Any], by: str, per_class: bool, chosen: Path | None) -> Decisions:
     """Return the decisions made by a rule, or read them from the file `chosen`."""
     if chosen is None:
         return clean(run, by=by, per_class=per_class, **told)

@@ -30,12 +30,12 @@ _WORDS = ("method", "params", "curvature", "precision")
 How = dict[str, dict[str, Any]]
 
 
-def settled(path: Path, config: Path | None, given: dict[str, dict[str, Any]]) -> How:
+def resolve(path: Path, config: Path | None, given: dict[str, dict[str, Any]]) -> How:
     """Return the settings of this call; without any, those the run was created with."""
     folder, fit = Folder(path), given["fit"]
-    given["fit"] = {name: value if name in _WORDS else number(value) for name, value in fit.items()}
+    given["fit"] = {name: value if name in _WORDS else parse(value) for name, value in fit.items()}
     if config is None and all(value is None for part in given.values() for value in part.values()):
-        return stored(path)
+        return read(path)
     _check_named(config, given["input"])
     how = from_config(config, given)
     trust_run(how["input"], path)  # the user named the function in this call
@@ -44,7 +44,7 @@ def settled(path: Path, config: Path | None, given: dict[str, dict[str, Any]]) -
         return how
     if not folder.fit.exists() and not folder.krylov.exists() and UNSAVED not in (folder.request or {}):
         return how
-    held = stored(path)
+    held = read(path)
     differing = _differing(held, how)
     if differing:
         raise MismatchError(
@@ -55,7 +55,7 @@ def settled(path: Path, config: Path | None, given: dict[str, dict[str, Any]]) -
     return how | {"score": held["score"] | how["score"]} | known
 
 
-def stored(path: Path) -> How:
+def read(path: Path) -> How:
     """Read the settings that a run was created with."""
     file = path / REQUEST
     try:
@@ -72,7 +72,7 @@ def stored(path: Path) -> How:
     )
 
 
-def remember(path: Path, how: Mapping[str, Any]) -> None:
+def write(path: Path, how: Mapping[str, Any]) -> None:
     """Write the request of a run."""
     file, words = path / REQUEST, json.dumps(how, indent=2) + "\n"
     if not file.exists():
@@ -83,7 +83,7 @@ def remember(path: Path, how: Mapping[str, Any]) -> None:
         partial.write_text(words)
 
 
-def made(how: Mapping[str, Any], home: Path, device: str | None = None, *, trust: bool = False) -> Inputs:
+def load_inputs(how: Mapping[str, Any], home: Path, device: str | None = None, *, trust: bool = False) -> Inputs:
     """Load the model and the data of the run at `home`, on another device if one is passed."""
     asked = how["input"]
     if device is not None:
@@ -99,7 +99,7 @@ def made(how: Mapping[str, Any], home: Path, device: str | None = None, *, trust
     return make_inputs({"input": asked}, home, trust=trust)
 
 
-def bound(how: How, inputs: Inputs, path: Path, begun: bool = True) -> How:
+def with_data_hashes(how: How, inputs: Inputs, path: Path, begun: bool = True) -> How:
     """Add hashes of the data to a request; raise MismatchError if the fit was started with other data."""
     labels = labels_at_hand(inputs.data, inputs.task)
     now: dict[str, Any] = {"rows": len(inputs.data), "fingerprint": inputs.data.fingerprint()}
@@ -133,7 +133,7 @@ def new_examples(how: Mapping[str, Any], home: Path, queries: Path) -> Data:
     changed: dict[str, Any] = {"dataset": str(queries.resolve()), "id": None, "split": None, "columns": []}
     resolved = {key: value for key, value in how["input"]["resolved"].items() if key != "dataset"}
     asked = {key: value for key, value in (how["input"] | changed).items() if value is not None}
-    return made({"input": asked | {"resolved": resolved}}, home).data
+    return load_inputs({"input": asked | {"resolved": resolved}}, home).data
 
 
 def scored_folder(path: Path) -> Folder:
@@ -159,10 +159,10 @@ def unscored(path: Path) -> tuple[str, str] | None:
     return None
 
 
-def number(value: Any) -> Any:
+def parse(value: Any) -> Any:
     """Convert text to a number or a boolean if it is one, also within lists; return anything else unchanged."""
     if isinstance(value, list):
-        return [number(item) for item in value]
+        return [parse(item) for item in value]
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):
