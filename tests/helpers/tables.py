@@ -9,6 +9,10 @@ class Columns:
         self.columns, self.ids = tuple(columns), ids
         self.num_rows = len(next(iter(self._columns.values())))
 
+    def put(self, name, values):
+        """Replace a column, or add one, by values of any kind."""
+        self._columns[name] = values
+
     def column(self, name):
         return self._columns[name]
 

@@ -17,6 +17,7 @@ import eigentrace as et
 from eigentrace.disk.tensors import write_tensors
 from eigentrace.errors import InputError, MismatchError, NumericalError, StorageError, UnsupportedError
 from eigentrace.store.user_columns import Names
+from tests.helpers.expecting import expect_mentions, refused
 from tests.helpers.runs import Points, data, fit, model, task
 
 
@@ -53,7 +54,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_two_fits_of_the_same_settings_do_not_meet_in_one_run(name, copy):
     unrecorded(copy, 1)
-    with pytest.raises(MismatchError, match="holds another fit"):
+    with refused(MismatchError, copy / "fit"):
         et.score(OTHERS[name](), data(), copy)
     assert et.open_run(copy).num_missing == 36
     assert et.score(et.load(copy / "fit", task()), data(), copy).is_complete
@@ -62,11 +63,11 @@ def test_two_fits_of_the_same_settings_do_not_meet_in_one_run(name, copy):
 def test_other_checkpoints_and_members_do_not_either(fitted, tmp_path):
     first, second = (et.TracIn(checkpoints=[task(s).model.state_dict()]).fit(task(), data()) for s in (1, 2))
     et.score(first, data(), tmp_path / "tracin")
-    with pytest.raises(MismatchError, match="holds another fit"):
+    with refused(MismatchError, tmp_path / "tracin" / "fit"):
         et.score(second, data(), tmp_path / "tracin")
     members = [fitted, et.Arnoldi(steps=20, keep=6).fit(task(), data(40), num_train=60)]
     et.score(et.Ensemble(members), data(), tmp_path / "ensemble")
-    with pytest.raises(MismatchError, match="member-0 holds another fit"):
+    with refused(MismatchError, tmp_path / "ensemble" / "fit" / "member-0"):
         et.score(et.Ensemble(members[::-1]), data(), tmp_path / "ensemble")
     assert et.score(et.Ensemble(members), data(), tmp_path / "ensemble").is_complete
 
@@ -95,7 +96,7 @@ def test_an_interruption_in_any_step_of_writing_counts_no_row_twice(fitted, tmp_
 def test_a_copied_shard_is_not_taken_for_a_lost_one(copy):
     shard = sorted((copy / "shards").iterdir())[1]
     shutil.copy(shard, shard.with_name("000000000024 (conflict).safetensors"))
-    assert "holds rows that other shards hold too. Repairing sets it aside." in str(et.check(copy))
+    expect_mentions(str(et.check(copy)), ["000000000024 (conflict).safetensors"])
     et.check(copy, repair=True)
     assert len(et.open_run(copy).column("loss")) == 60
     assert et.check(copy).is_good
@@ -105,7 +106,7 @@ def test_a_lost_record_is_not_taken_for_an_empty_run(copy, fitted):
     (copy / "shards.json").unlink()
     before = {path: path.stat().st_mtime_ns for path in (copy / "shards").iterdir()}
     for opening in (lambda: et.open_run(copy), lambda: et.score(fitted, data(), copy)):
-        with pytest.raises(MismatchError, match=r"shards.json is missing. `eigentrace check RUN --repair`"):
+        with refused(MismatchError, copy / "shards.json", "eigentrace check RUN --repair"):
             opening()
     et.check(copy, repair=True)
     assert et.score(fitted, data(), copy).is_complete
@@ -124,8 +125,8 @@ def test_a_flipped_byte_is_seen_in_every_file(name, copy):
 
 def test_a_missing_table_is_told_and_written_again(copy, fitted, whole):
     (copy / "table.parquet").unlink()
-    assert "table.parquet is missing. It is written again by scoring." in str(et.check(copy))
-    with pytest.raises(StorageError, match="the command that scored the run writes it again"):
+    expect_mentions(str(et.check(copy)), ["table.parquet"])
+    with refused(StorageError, copy / "table.parquet"):
         et.open_run(copy).table()
     assert et.score(fitted, data(), copy).table().equals(whole.table())
 
@@ -140,7 +141,7 @@ def test_a_row_that_is_no_number_costs_nothing_that_was_scored(fitted, tmp_path)
 
     points = Broken(200)
     given = et.Data(points, batch_size=8)
-    with pytest.raises(NumericalError, match="first: row 130"):
+    with refused(NumericalError, "row 130"):
         et.score(fitted, given, tmp_path / "x")
     assert et.open_run(tmp_path / "x").num_missing == 200 - 128
     points.bad = False
@@ -162,7 +163,7 @@ class Scaled(nn.Module):
 def test_features_that_cannot_be_held_are_told(tmp_path):
     fitted = et.RandProj(keep=3).fit(et.classification(Scaled(1e45)), data())
     for features in ("fp32", "fp16"):
-        with pytest.raises(NumericalError, match=r"features of row \d+ are too large for float32"):
+        with refused(NumericalError, "features", "row 1", "float32"):
             et.score(fitted, data(), tmp_path / features, features=features)
 
 
@@ -214,7 +215,7 @@ def test_one_example_without_a_digest(shard_rows, fitted, tmp_path):
     run = et.score(fitted, given, tmp_path / "x", shard_rows=shard_rows)
     assert run.reader.digests() is None
     assert np.array_equal(run.column("label"), [Points()[row][1] for row in range(60)])
-    with pytest.raises(UnsupportedError, match="duplicates are not known"):
+    with refused(UnsupportedError, "exclude='duplicates'", "exclude='self'"):
         run.explain(3, exclude="duplicates")
 
 
@@ -235,22 +236,22 @@ def test_a_run_goes_on_with_the_columns_it_was_begun_with(name, fitted, tmp_path
     again = et.score(fitted, data(), tmp_path / "x", columns={name: COLUMNS[name]})
     assert len(again.column(name)) == again.table().num_rows == 60
     changed = [None] * 59 + [run.column(name)[0]]
-    with pytest.raises(MismatchError, match="other ids or columns"):
+    with refused(MismatchError, run.path, [name]):
         et.score(fitted, data(), tmp_path / "x", columns={name: changed})
 
 
 BAD = {
-    "two of a name": ({"columns": pa.table([[1] * 60, [2] * 60], names=["a", "a"])}, "Two columns are called 'a'"),
-    "no mapping": ({"columns": np.arange(60)}, "columns must be a mapping"),
-    "no JSON": ({"how": {"where": object()}}, "kept as JSON"),
-    "an engine without norms": ({"compute": et.Compute(engine="forward")}, "forward mode does not give"),
+    "two of a name": ({"columns": pa.table([[1] * 60, [2] * 60], names=["a", "a"])}, ("'a'",)),
+    "no mapping": ({"columns": np.arange(60)}, ("columns", "ndarray")),
+    "no JSON": ({"how": {"where": object()}}, ("how", "object")),
+    "an engine without norms": ({"compute": et.Compute(engine="forward")}, ("engine='forward'",)),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_scored_is_told_before_a_run_begins(name, fitted, tmp_path):
-    options, message = BAD[name]
-    with pytest.raises(InputError, match=message):
+    options, mentions = BAD[name]
+    with refused(InputError, *mentions):
         et.score(fitted, data(), tmp_path / "x", **options)
     assert et.score(fitted, data(), tmp_path / "x").is_complete
 
@@ -258,7 +259,7 @@ def test_what_cannot_be_scored_is_told_before_a_run_begins(name, fitted, tmp_pat
 def test_a_directory_of_other_things_is_not_even_locked(fitted, tmp_path):
     for name in ("thesis.txt", ".download.partial"):
         (tmp_path / name).write_text("years of work")
-    with pytest.raises(InputError, match="holds other files"):
+    with refused(InputError, tmp_path, "thesis.txt", ".download.partial"):
         et.score(fitted, data(), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".download.partial", "thesis.txt"]
 

@@ -1,6 +1,7 @@
 """A run holds what the fit says, answers as the fit answers, and tells when it is asked for what it cannot know."""
 
 import json
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,9 @@ from eigentrace.errors import BusyError, InputError, MismatchError, UnsupportedE
 from eigentrace.runs.ranking import Ranking
 from eigentrace.store.shards import read_column
 from eigentrace.store.user_columns import Names
+from tests.helpers.expecting import expect_mentions, refused
 from tests.helpers.runs import Points, data, fit, model, task
+from tests.helpers.small import cross_entropy
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +121,7 @@ def test_ids_and_columns_travel(fitted, tmp_path):
     assert run.self_influence().top(1).ids[0] == names[int(run.self_influence().top(1).rows[0])]
     again = et.open_run(tmp_path / "x")
     assert again.ids.tolist() == names
-    with pytest.raises(MismatchError, match="other ids or columns"):
+    with refused(MismatchError, tmp_path / "x", ["id", "source"]):
         et.score(fitted, data(ids=names), tmp_path / "x", columns={"source": np.roll(source, 1)})
 
 
@@ -139,15 +142,15 @@ def test_shards_end_by_rows_or_by_work(fitted, tmp_path):
 
 
 REFUSED = {
-    "another model": (lambda: (fit(seed=1), data()), {}, "another model, weights or selection"),
-    "another fit": (lambda: (fit(method=et.Arnoldi(steps=20, keep=5)), data()), {}, "other settings of the fit"),
-    "other data": (lambda: (fit(), et.Data([Points_(row) for row in range(60)], batch_size=8)), {}, "other training"),
-    "fewer data": (lambda: (fit(), data(50)), {}, "other training data"),
-    "another batch size": (lambda: (fit(), data()), {"compute": et.Compute(batch=16)}, "batch is 8 there and 16 here"),
+    "another model": (lambda: (fit(seed=1), data()), {}, ("fingerprint",)),
+    "another fit": (lambda: (fit(method=et.Arnoldi(steps=20, keep=5)), data()), {}, ("keep", 6, 5)),
+    "other data": (lambda: (fit(), et.Data([Points_(row) for row in range(60)], batch_size=8)), {}, ("fingerprint",)),
+    "fewer data": (lambda: (fit(), data(50)), {}, ("rows", 60, 50)),
+    "another batch size": (lambda: (fit(), data()), {"compute": et.Compute(batch=16)}, ("batch", 8, 16)),
     "another precision": (
-        lambda: (fit(), data()), {"compute": et.Compute(precision="bf16")}, 'precision is "fp32" there and "bf16" here',
+        lambda: (fit(), data()), {"compute": et.Compute(precision="bf16")}, ("precision", '"fp32"', '"bf16"'),
     ),
-    "other features": (lambda: (fit(), data()), {"features": "fp16"}, "type or number of stored features"),
+    "other features": (lambda: (fit(), data()), {"features": "fp16"}, ("features", '"fp32"', '"fp16"')),
 }  # fmt: skip
 
 
@@ -157,10 +160,10 @@ def Points_(row):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_run_of_something_else_is_left_alone(name, run):
-    make, options, message = REFUSED[name]
+    make, options, mentions = REFUSED[name]
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != "lock"}
     other, given = make()
-    with pytest.raises(MismatchError, match=message):
+    with refused(MismatchError, run.path, *mentions):
         et.score(other, given, run.path, **options)
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != "lock"} == before
 
@@ -172,28 +175,28 @@ def test_the_batch_size_of_the_run_wins(run, fitted):
 
 def test_a_directory_with_other_things_is_left_alone(fitted, tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(InputError, match=r"holds other files \(thesis.txt\)"):
+    with refused(InputError, tmp_path, "thesis.txt"):
         et.score(fitted, data(), tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
 def test_another_fit_in_the_directory_is_told(fitted, tmp_path):
     fit(seed=1).save(tmp_path / "x" / "fit")
-    with pytest.raises(MismatchError, match="holds another fit"):
+    with refused(MismatchError, tmp_path / "x" / "fit"):
         et.score(fitted, data(), tmp_path / "x")
 
 
 def test_one_writer_at_a_time(fitted, run):
-    with locked(run.path), pytest.raises(BusyError, match=r"is being written by process \d+"):
+    with locked(run.path), refused(BusyError, run.path, os.getpid()):
         et.score(fitted, data(), run.path)
 
 
 def test_reading_what_is_not_there(run, tmp_path):
-    with pytest.raises(MismatchError, match="holds no manifest"):
+    with refused(MismatchError, tmp_path, "manifest.json"):
         et.open_run(tmp_path)
-    with pytest.raises(InputError, match=r"no column 'colour'. It has: loss, gradient_norm"):
+    with refused(InputError, "'colour'", "loss, gradient_norm"):
         run.column("colour")
-    with pytest.raises(InputError, match="Row 60 is not in this run"):
+    with refused(InputError, "Row 60", 59):
         run.features_of(np.array([60]))
 
 
@@ -242,12 +245,12 @@ def moved(by):
 def test_fits_that_are_not_saved_are_told_apart_by_their_scores(fitted, tmp_path):
     run = et.score(moved(0.1), data(), tmp_path / "x", shard_rows=20)
     run.folder.record.write(run.folder.record.read()[:1])
-    with pytest.raises(MismatchError, match="was begun with another fit: the score of row"):
+    with refused(MismatchError, run.path, "row 5"):
         et.score(moved(0.9), data(), tmp_path / "x", shard_rows=20)
     assert et.open_run(run.path).num_missing == 40
     assert et.score(moved(0.1), data(), tmp_path / "x", shard_rows=20).is_complete
     fitted.save(tmp_path / "saved" / "fit")
-    with pytest.raises(MismatchError, match="keeps nothing"):
+    with refused(MismatchError, tmp_path / "saved" / "fit", "Support"):
         et.score(fit(method=et.Support()), data(), tmp_path / "saved")
 
 
@@ -265,10 +268,10 @@ def test_little_is_lost_of_a_fit_without_directions(tmp_path):
 
 def test_answers_by_features_need_features(tmp_path):
     run = et.score(fit(method=et.TracIn()), data(), tmp_path / "x")
-    with pytest.raises(UnsupportedError, match="TracIn stores no features"):
+    with refused(UnsupportedError, "TracIn", "eigentrace.open_run(path, task, data)"):
         run.explain(3, rescore=False)
     lone = et.score(fit(method=et.Support()), data(), tmp_path / "y")
-    with pytest.raises(UnsupportedError, match="Support scores single examples"):
+    with refused(UnsupportedError, "Support", "pairs"):
         et.open_run(lone.path).explain(3)
 
 
@@ -294,9 +297,9 @@ def test_a_run_without_features(method, tmp_path):
     run = et.score(fitted, data(), tmp_path / "x", shard_rows=20)
     assert run.num_features == 0
     assert np.allclose(run.column("self_influence"), fitted.self_influence(data()), rtol=1e-6)
-    with pytest.raises(UnsupportedError, match="stores no features"):
+    with refused(UnsupportedError, type(method).__name__, "features"):
         next(run.feature_chunks())
-    with pytest.raises(UnsupportedError, match="no unit 'nats'"):
+    with refused(UnsupportedError, type(method).__name__, "'nats'"):
         run.self_influence(unit="nats")
 
 
@@ -324,7 +327,7 @@ def test_a_run_goes_on_with_its_own_columns(fitted, run, tmp_path):
 def test_columns_that_cannot_be_written_are_told_before_scoring(fitted, tmp_path):
     path = begun(fitted, tmp_path / "x", lambda columns: columns.append("influence_of_the_moon")).path
     before = {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.name != "lock"}
-    with pytest.raises(MismatchError, match="influence_of_the_moon"):
+    with refused(MismatchError, path, "influence_of_the_moon"):
         et.score(fitted, data(), path, shard_rows=20)
     assert before == {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.name != "lock"}
 
@@ -334,7 +337,7 @@ def test_some_rows_of_a_column(run):
     for name in run.columns:
         assert np.array_equal(run.column(name, picked), run.column(name)[picked])
         assert np.array_equal(run.column(name, range(18, 43)), run.column(name)[18:43])
-    with pytest.raises(InputError, match="Row 60 is not in this run"):
+    with refused(InputError, "Row 60", 59):
         run.column("loss", np.array([60]))
 
 
@@ -345,18 +348,18 @@ def test_an_unfinished_run_says_so(run, tmp_path, fitted):
     (part.path / "shards.json").write_text(json.dumps(record))
     opened = et.open_run(part.path)
     assert (opened.is_complete, opened.num_missing) == (False, 12)
-    assert "12 missing" in repr(opened)
-    with pytest.raises(InputError, match="not complete: 12 of 60 examples are missing"):
+    expect_mentions(repr(opened), [12])
+    with refused(InputError, part.path, 12, 60):
         opened.self_influence()
     assert et.score(fitted, data(), part.path).is_complete
 
 
 def test_attaching_checks_model_and_data(run):
-    with pytest.raises(MismatchError, match="another model"):
+    with refused(MismatchError, run.path / "fit"):
         et.open_run(run.path, task(3))
-    with pytest.raises(MismatchError, match="its examples differ"):
+    with refused(MismatchError, run.path):
         et.open_run(run.path, task(), et.Data([Points_(row) for row in range(60)]))
-    with pytest.raises(MismatchError, match="has 60 examples and the data 59"):
+    with refused(MismatchError, 60, 59):
         et.open_run(run.path, task(), data(59))
 
 
@@ -364,8 +367,8 @@ def test_attaching_compares_the_loss(run):
     own = task()
 
     def twice(model, batch):
-        return 2 * own._loss(model, batch)
+        return 2 * cross_entropy(model, batch)
 
-    with pytest.raises(MismatchError, match=r"another loss than the run .* row \d is .* in the run and .* by the task"):
+    with refused(MismatchError, run.path, "row 4", 2.543, 5.087):
         et.open_run(run.path, et.Task(own.model, twice), data())
-    assert et.open_run(run.path, et.Task(own.model, own._loss), data()).explain([0], k=2).how == "exact"
+    assert et.open_run(run.path, et.Task(own.model, cross_entropy), data()).explain([0], k=2).how == "exact"

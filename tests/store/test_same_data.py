@@ -19,6 +19,7 @@ from eigentrace.errors import MismatchError
 from eigentrace.page.one_file import write_report
 from eigentrace.page.subject import Subject
 from eigentrace.store import Folder
+from tests.helpers.expecting import expect_mentions, refused
 from tests.helpers.runs import CLASSES, WIDTH, task
 from tests.helpers.worked import build
 
@@ -60,14 +61,12 @@ def run(fitted, tmp_path_factory):
 
 def test_a_changed_row_is_noticed_when_it_is_read(run):
     other = et.open_run(run.path, task(), Held(*points(UNSEEN)))
-    with pytest.raises(
-        MismatchError, match=rf"Row {UNSEEN} of the data is not what the run .* scored.*another directory"
-    ):
+    with refused(MismatchError, f"Row {UNSEEN}", run.path):
         other.explain([UNSEEN], k=2, shortlist=2)
     first = run.explain([7], k=2, shortlist=6, rescore=True)
     listed = next(row for row in first.proponents.rows[0].tolist() if row not in SEEN)
     changed = et.open_run(run.path, task(), Held(*points(listed)))
-    with pytest.raises(MismatchError, match=f"Row {listed} of the data"):
+    with refused(MismatchError, f"Row {listed}", run.path):
         changed.explain([7], k=2, shortlist=6)
     same = et.open_run(run.path, task(), Held(*points())).explain([7], k=2, shortlist=6)
     assert np.array_equal(same.proponents.rows, first.proponents.rows)
@@ -75,12 +74,9 @@ def test_a_changed_row_is_noticed_when_it_is_read(run):
 
 def test_every_label_at_hand_is_compared_when_data_is_opened(run):
     label = int(points()[1][UNSEEN])
-    message = (
-        rf"examples differ \(row {UNSEEN} has the label {label} in the run and {(label + 1) % CLASSES} in the data\)"
-    )
     batches = [tuple(part) for part in zip(*(tensor.split(64) for tensor in points(UNSEEN)), strict=True)]
     for changed in (TensorDataset(*points(UNSEEN)), batches):
-        with pytest.raises(MismatchError, match=message):
+        with refused(MismatchError, run.path, f"row {UNSEEN}", label, (label + 1) % CLASSES):
             et.open_run(run.path, task(), changed)
     assert et.open_run(run.path, task(), TensorDataset(*points())).explain([UNSEEN], k=2).how == "exact"
 
@@ -89,7 +85,7 @@ def test_other_ids_are_refused_by_the_first_that_differs(fitted, tmp_path):
     names = [f"n{row}" for row in range(ROWS)]
     path = et.score(fitted, et.Data(TensorDataset(*points()), ids=names), tmp_path / "x").path
     swapped = [*names[:5], names[6], names[5], *names[7:]]
-    with pytest.raises(MismatchError, match="row 5 is 'n5' in the run and 'n6' in the data"):
+    with refused(MismatchError, path, "row 5", "'n5'", "'n6'"):
         et.open_run(path, task(), et.Data(TensorDataset(*points()), ids=swapped))
     assert et.open_run(path, task(), et.Data(TensorDataset(*points()), ids=np.array(names))).data is not None
     assert et.open_run(path, task(), TensorDataset(*points())).data is not None
@@ -102,7 +98,7 @@ def test_scoring_goes_on_only_over_the_same_examples(run, fitted, tmp_path, kind
     record["shards"] = record["shards"][:2]
     (path / "shards.json").write_text(json.dumps(record))
     (path / "table.parquet").unlink()
-    with pytest.raises(MismatchError, match=rf"begun with other examples: row {UNSEEN} .*nothing was changed"):
+    with refused(MismatchError, path, f"row {UNSEEN}"):
         et.score(fitted, kind(*points(UNSEEN)), path)
     assert len(json.loads((path / "shards.json").read_text())["shards"]) == 2
     assert et.score(fitted, kind(*points()), path).is_complete
@@ -181,41 +177,37 @@ def test_rows_that_moved_are_cleaned_by_their_ids(scored, call, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("run", "change", "message"),
+    ("run", "change", "mentions"),
     [
-        ("bare", by_text, "has the label|in another order"),
-        ("bare", relabelled(6), "row 6 has the label"),
-        ("bare", retold, "its rows hold something else"),
-        ("bare", lambda rows: rows[:-1], "it has 159 rows, and 160 were scored"),
-        (
-            "named",
-            lambda rows: [{**row, "id": f"t{row['id']}"} for row in rows],
-            "row 0 is 's000' in the run and 'ts000'",
-        ),
-        ("named", lambda rows: [*rows[:-1], rows[0]], "row 159 is 's159' in the run and 's000' in the data"),
-        ("named", retold, "its rows hold something else"),
-        ("named", lambda rows: (retold(rows), rows[::-1])[1], "its rows hold something else"),
+        ("bare", by_text, ("row", "label")),
+        ("bare", relabelled(6), ("row 6", "label")),
+        ("bare", retold, ("content",)),
+        ("bare", lambda rows: rows[:-1], (159, 160)),
+        ("named", lambda rows: [{**row, "id": f"t{row['id']}"} for row in rows], ("row 0", "'s000'", "'ts000'")),
+        ("named", lambda rows: [*rows[:-1], rows[0]], ("row 159", "'s159'", "'s000'")),
+        ("named", retold, ("content",)),
+        ("named", lambda rows: (retold(rows), rows[::-1])[1], ("content",)),
     ],
 )
-def test_another_dataset_is_not_cleaned(scored, call, tmp_path, run, change, message):
+def test_another_dataset_is_not_cleaned(scored, call, tmp_path, run, change, mentions):
     rewrite(scored, change)
     code, err = call(f"clean {run} --drop 6% --out {tmp_path}/kept.csv --decisions {tmp_path}/d.parquet")
     assert code == 2
-    assert "train.csv is not what the run at" in err
-    assert any(words in err for words in message.split("|")), err
+    expect_mentions(err, ["train.csv", run, *mentions])
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("run", "message"), [("named", "row 0 is 's000' in the run"), ("bare", "has the label")])
-def test_rows_that_moved_are_not_shown(scored, call, tmp_path, run, message):
+@pytest.mark.parametrize(("run", "mentions"), [("named", ("row 0", "'s000'")), ("bare", ("row", "label"))])
+def test_rows_that_moved_are_not_shown(scored, call, tmp_path, run, mentions):
     rewrite(scored, by_text)
     code, err = call(f"report {run} --out {tmp_path}/page.html")
-    assert (code, message in err) == (2, True), err
+    assert code == 2, err
+    expect_mentions(err, ["train.csv", *mentions])
     assert list(tmp_path.iterdir()) == []
     subject = Subject(scored / run)
     assert subject.show is None
-    assert subject.trouble.startswith("The examples cannot be shown: ")
-    assert message in subject.trouble
+    assert subject.changed is not None
+    expect_mentions(subject.trouble, ["train.csv", *mentions])
     shutil.copy(scored / "kept aside.csv", scored / "train.csv")
     assert Subject(scored / run).show([6])[0].text in (scored / "train.csv").read_text()
 
@@ -225,7 +217,7 @@ def test_texts_alone_are_compared_by_some_of_them(scored, call, tmp_path):
     assert {"rows", "fingerprint", "content", "unordered", "sample"} <= how["data"].keys()
     last = spread(160, 64).tolist()[-1]
     rewrite(scored, lambda rows: [*rows[:last], rows[last] | {"text": "the cat"}, *rows[last + 1 :]])
-    with pytest.raises(MismatchError, match="hold something else, or are in another order"):
+    with refused(MismatchError, scored / "bare", scored / "train.csv"):
         write_report(scored / "bare", tmp_path / "page.html")
 
 
@@ -237,10 +229,9 @@ def test_what_was_fitted_on_is_what_is_scored(scored, call):
         shutil.rmtree(scored / f"begun-{step}" / "shards")
         rewrite(scored, change)
         code, err = call(f"score begun-{step}")
-        assert (code, f"The data of begun-{step} is not what its fit began with: " in err) == (2, True), err
+        assert code == 2, err
+        expect_mentions(err, [f"begun-{step}", *((80, 160), (), (), ("order",))[step]])
         assert not Folder(scored / f"begun-{step}").exists
-        expected = ("it has 80 examples, and had 160", "others", "others", "in another order")[step]
-        assert expected in err
     shutil.copy(scored / "kept aside.csv", scored / "train.csv")
     assert call("score begun-0")[0] == 0
     manifest = Folder(scored / "begun-0").manifest
@@ -251,7 +242,8 @@ def test_a_repaired_label_is_noticed_by_every_command_that_reads_it(scored, call
     rewrite(scored, relabelled(6))
     for command in ("explain named --row 100 --exact", "score named"):
         code, err = call(command)
-        assert (code, "row 6 has the label" in err) == (2, True), err
+        assert code == 2, err
+        expect_mentions(err, ["row 6", "label"])
     assert call("explain named --row 100")[0] == 0
 
 
@@ -277,10 +269,11 @@ def test_a_function_s_data_is_bound_when_its_fit_has_begun(place, call):
     (place / "mine.py").write_text(FUNCTION.format(change="y[1] = (y[1] + 1) % 3"))
     assert 1 not in spread(200, 64)
     code, err = call("score function")
-    assert (code, "its examples or their labels are others" in err) == (2, True), err
+    assert code == 2, err
+    expect_mentions(err, ["function"])
     (place / "mine.py").write_text(FUNCTION.format(change=""))
     assert call("score function")[0] == 0
     (place / "mine.py").write_text(FUNCTION.format(change="y[1] = (y[1] + 1) % 3"))
     subject = Subject(place / "function")
     assert subject.show is None
-    assert "row 1 has the label" in subject.trouble
+    expect_mentions(subject.trouble, ["row 1", "label"])

@@ -133,8 +133,8 @@ class Folder:
             self.columns_file.exists() and same_columns(pq.read_table(self.columns_file), columns)
         ):
             raise MismatchError(
-                f"The run at {self.path} was created with different ids or columns. Omit them to resume with those of "
-                "the run, or choose another directory; nothing was changed."
+                f"The run at {self.path} was created with different ids or columns, got {columns.column_names}. Omit "
+                "them to resume with those of the run, or choose another directory; nothing was changed."
             )
 
 
