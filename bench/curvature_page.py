@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
+from harness.places import save_page
 from harness.record import Notes, Record, heading, judged, memory, millions, read, runs_of, shown, stem, table
 
 KINDS, PRECISIONS, MODES = ("hessian", "gauss-newton"), ("fp32", "bf16"), ("eager", "compiled")
@@ -30,8 +31,7 @@ def render(out: Path, small: bool) -> None:
     for machine, models in read(out / f"{name}.json").items():
         has_goal = not small and not machine.startswith("CPU")
         lines += ["", f"## {machine}", *_machine(models, has_goal), "", *runs_of(models)]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    save_page(out, name, lines)
 
 
 def _machine(models: dict[str, Record], has_goal: bool) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from harness.places import save_page
 from harness.record import Record, heading, read, runs_of, stem
 
 
@@ -15,5 +16,4 @@ def write_page(
     lines = [*heading(title + (", small" if small else ""), command, name), "", about]
     for described_as, problems in read(out / f"{name}.json").items():
         lines += ["", f"## {described_as}", *machine(problems), "", *runs_of(problems)]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    save_page(out, name, lines)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.measure import Cell
-from harness.plot import Line, panels_svg
+from harness.places import figure_link, save_figure, save_page
+from harness.plot import Curve, can_draw, curves_svg, undrawn
 from harness.record import Notes, Record, heading, judged, memory, millions, read, runs_of, shown, stem, table
 
 FORWARD_K = 10
@@ -71,7 +72,8 @@ def render(out: Path, small: bool) -> None:
     results = read(out / f"{name}.json")
     command = "python -m bench.projection" + (" --small" if small else "")
     lines = heading("Projecting per-example gradients" + (", small models" if small else ""), command, name)
-    lines += ["", f"![Examples per second against K]({name}.svg)", ""]
+    picture = f"![Examples per second against K]({figure_link(name)})" if can_draw() else undrawn(command)
+    lines += ["", picture, ""]
     lines += [
         "The columns K = … are layerwise mode, which gives K features, the squared norm of the gradient and the loss "
         "of every example; the last column takes coordinates in a two-sided rotated basis instead. The plot shows the "
@@ -81,12 +83,11 @@ def render(out: Path, small: bool) -> None:
     for machine, models in results.items():
         rows = list(_rows(machine, models, small))
         lines += ["", f"## {machine}", "", *_machine(rows, small), "", *runs_of(models)]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    panels = {machine: [_curve(record) for record in models.values()] for machine, models in results.items()}
-    (out / f"{name}.svg").write_text(
-        panels_svg(panels, "K, rows", "examples per second; dashed: a training step"), encoding="utf-8"
-    )
+    save_page(out, name, lines)
+    if can_draw():
+        panels = {machine: [_curve(record) for record in models.values()] for machine, models in results.items()}
+        up = "examples per second; dashed: a training step"
+        save_figure(out, name, curves_svg(panels, "K, rows", up, log=True))
 
 
 def _rows(machine: str, models: dict[str, Record], small: bool) -> Iterator[Row]:
@@ -190,8 +191,9 @@ def fastest(record: Record, *, measured: bool = True) -> dict[int, float]:
     return dict(sorted(rates.items()))
 
 
-def _curve(record: Record) -> Line:
-    return Line(record["title"], fastest(record), record["cells"].get("train", {}).get("rate"))
+def _curve(record: Record) -> Curve:
+    rates, level = fastest(record), record["cells"].get("train", {}).get("rate")
+    return Curve(record["title"], list(rates), list(rates.values()), level=level)
 
 
 def _digits(cell: Cell | None) -> str:

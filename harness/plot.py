@@ -1,102 +1,398 @@
-"""Lines on two logarithmic axes as one SVG file, for light and dark pages."""
+"""Plots and sheets of small pictures, drawn with matplotlib: SVG files on white, read on light and dark pages alike.
 
-import math
-from collections.abc import Mapping, Sequence
+matplotlib comes with the development group and is imported where it draws: benchmarks measure without it.
+"""
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
+from importlib.util import find_spec
+from io import BytesIO, StringIO
+from typing import TYPE_CHECKING, Any
 
-from eigentrace.evaluate.scale import LogScale, tick_labels
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-WIDTH, HEIGHT = 720, 400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 560, 44, 350
-_LABEL_GAP = 15
+Drawing = Callable[[], str]
+"""Draws one figure when it is called: the text of an SVG file."""
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers; ink follows the page.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
-_STYLE = """<style>
-text { font: 13px system-ui, sans-serif; fill: #333 }
-.name { font-weight: 600 }
-.grid { stroke: #ddd } .axis { stroke: #888 }
-.line { fill: none; stroke-width: 2 } .level { stroke-width: 1.3; stroke-dasharray: 6 4 }
-@media (prefers-color-scheme: dark) { text { fill: #ddd } .grid { stroke: #444 } }
-</style>"""
+BLUE, VERMILION, GREEN = "#0072b2", "#d55e00", "#009e73"
+# Okabe and Ito's colours, told apart by colour-blind readers; without their yellow, which is pale on white.
+_COLOURS = (BLUE, VERMILION, GREEN, "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_MARKERS = "osD^vPX"
+_GREY = "#6b6b6b"
+_CONTROL_DASHES = ("--", ":", "-.")
+_WIDTH, _HEIGHT = 8.4, 4.4
+"""Inches of one panel."""
+_POINTS = 72
+"""Points in an inch, the unit of sheets."""
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",  # text stays text: it is searched, read aloud, and small in the file
+    "svg.hashsalt": "eigentrace",  # names inside the file are the same whenever it is drawn
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": _GREY,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+}
+
+
+def can_draw() -> bool:
+    """Tell whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def undrawn(command: str) -> str:
+    """Say on a page why it has no figures, and what draws them."""
+    return f"No figures: matplotlib was not installed. `pip install matplotlib`, then `{command} --render` draws them."
+
+
+def _svg(title: str, width: float, height: float, draw: Callable[["Figure"], None]) -> str:
+    """Have a figure drawn in the same style on every machine, and write it down without a date."""
+    from matplotlib import style
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    text = StringIO()
+    with style.context(["default", _STYLE]):
+        figure = Figure(
+            figsize=(width, height), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.12), facecolor="white"
+        )
+        draw(figure)
+        FigureCanvasSVG(figure).print_svg(text, metadata={"Title": title, "Date": None, "Creator": None})
+    # One line: nobody reads it by eye, and listings and diffs stay short.
+    return " ".join(text.getvalue().replace("base64,\n", "base64,").split()) + "\n"
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """One line of a plot."""
+
+    name: str
+    across: Sequence[float] = ()
+    """(points,), ascending."""
+    up: Sequence[float] = ()
+    """(points,)"""
+    spread: Sequence[float] | None = None
+    """(points,), drawn as a band on both sides."""
+    level: float | None = None
+    """Drawn dashed all the way across, in the colour of the line."""
+    is_control: bool = False
+    """Drawn grey and broken."""
+    colour: int | None = None
+    """Which of the colours, so that one name has one colour in several plots; by default the next."""
+
+    @property
+    def end(self) -> float | None:
+        """The height at which it ends."""
+        return float(self.up[-1]) if len(self.up) else self.level
+
+
+def curves_svg(panels: Mapping[str, Sequence[Curve]], across: str, up: str, *, log: bool = False) -> str:
+    """Draw one panel per title below each other, the names beside it in the order in which curves end.
+
+    Args:
+        panels: Curves by the title of their panel.
+        across: Names the horizontal axis.
+        up: Names the vertical axis.
+        log: Make both axes logarithmic, and label the points that there are on the horizontal one.
+    """
+
+    def draw(figure: "Figure") -> None:
+        for (title, curves), axes in zip(panels.items(), _panels(figure, len(panels)), strict=True):
+            axes.set_title(title)
+            shown = [curve for curve in curves if curve.end is not None]
+            if shown:
+                _draw_curves(axes, shown, log=log)
+                axes.set(xlabel=across, ylabel=up)
+            else:
+                axes.set_axis_off()
+
+    return _svg("; ".join(panels), _WIDTH, _HEIGHT * max(1, len(panels)), draw)
+
+
+def _panels(figure: "Figure", count: int) -> list["Axes"]:
+    return list(figure.subplots(count, squeeze=False)[:, 0]) if count else []
+
+
+def _draw_curves(axes: "Axes", curves: Sequence[Curve], *, log: bool) -> None:
+    if log:
+        axes.set(xscale="log", yscale="log")
+        _plain_ticks(axes, sorted({place for curve in curves for place in curve.across}), curves)
+    handles: dict[str, Any] = {}
+    number = controls = 0
+    for curve in curves:
+        place = number if curve.colour is None else curve.colour
+        look: dict[str, Any] = {"color": _COLOURS[place % len(_COLOURS)], "marker": _MARKERS[place % len(_MARKERS)]}
+        if curve.is_control:
+            look = {"color": _GREY, "linestyle": _CONTROL_DASHES[controls % len(_CONTROL_DASHES)]}
+            look |= {"marker": "."} if len(curve.up) == 1 else {}
+        number, controls = number + (not curve.is_control), controls + curve.is_control
+        (handles[curve.name],) = axes.plot(curve.across, curve.up, label=curve.name, **look)
+        if curve.level is not None:
+            line = axes.axhline(curve.level, color=look["color"], linewidth=1.2, linestyle="--")
+            handles[curve.name] = handles[curve.name] if len(curve.up) else line
+        if curve.spread is not None:
+            _draw_spread(axes, curve, look["color"])
+    _name_aside(axes, {curve.name: handles[curve.name] for curve in sorted(curves, key=lambda c: -(c.end or 0.0))})
+
+
+def _draw_spread(axes: "Axes", curve: Curve, colour: str) -> None:
+    spread = list(curve.spread or ())
+    low, high = ([y + sign * s for y, s in zip(curve.up, spread, strict=True)] for sign in (-1, 1))
+    if len(curve.up) == 1:  # a band of one point would not be seen
+        axes.vlines(list(curve.across), low, high, color=colour, linewidth=1.2)
+    else:
+        axes.fill_between(list(curve.across), low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _plain_ticks(axes: "Axes", places: Sequence[float], curves: Sequence[Curve]) -> None:
+    """Label logarithmic axes with plain numbers: below at the points that there are, upwards at round values."""
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+
+    if places:
+        axes.xaxis.set_major_locator(FixedLocator(list(places)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(_plain)
+    heights = [h for curve in curves for h in (*curve.up, *([] if curve.level is None else [curve.level]))]
+    ratio = max(heights) / min(heights)
+    steps = (1.0,) if ratio > 1e3 else (1.0, 2.0, 5.0) if ratio > 10 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+    axes.yaxis.set_major_locator(LogLocator(subs=steps))
+    axes.yaxis.set_minor_locator(NullLocator())
+    if min(heights) >= 1e-3 and max(heights) < 1e6:
+        axes.yaxis.set_major_formatter(_plain)
+    axes.margins(y=0.1)
+
+
+def _plain(value: float, _: float) -> str:
+    """Write a number of an axis without a power of ten."""
+    return f"{value:,.10g}"
+
+
+def _name_aside(axes: "Axes", handles: Mapping[str, Any]) -> None:
+    """Name what is drawn to the right of a panel, where no name covers a number or another name."""
+    axes.legend(list(handles.values()), list(handles), loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line of a plot: values by K, and a level to compare them with."""
+class Mark:
+    """One point of a plot of quality against time."""
 
-    title: str
-    values: Mapping[int, float] = field(default_factory=dict)
-    level: float | None = None
-
-
-def panels_svg(panels: Mapping[str, Sequence[Line]], across: str, up: str) -> str:
-    """Draw one panel per title below each other, each with its lines and the names of its axes."""
-    drawn = [
-        f'<g transform="translate(0 {HEIGHT * number})">{_panel(title, lines, across, up)}</g>'
-        for number, (title, lines) in enumerate(panels.items())
-    ]
-    height = HEIGHT * max(1, len(panels))
-    label = escape(f"{up} against {across}, for " + "; ".join(panels))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">\n'
-        + _STYLE
-        + "\n"
-        + "\n".join(drawn)
-        + "\n</svg>\n"
-    )
+    family: str
+    """The method, whose marks are joined by a line."""
+    seconds: float
+    ap: float
+    """Average precision in percent."""
 
 
-def _panel(title: str, lines: Sequence[Line], across: str, up: str) -> str:
-    places = sorted({k for line in lines for k in line.values})
-    heights = [v for line in lines for v in (*line.values.values(), *([line.level] if line.level else []))]
-    parts = [_text(_LEFT, 18, title, "start", "name"), _text(_LEFT, 36, up, "start")]
-    if not places:
-        return "".join(parts)
-    x = LogScale(places[0] / 1.15, places[-1] * 1.15, _LEFT, _RIGHT)
-    y = LogScale(min(heights) / 1.5, max(heights) * 1.5, _BOTTOM, _TOP)
-    parts += [_tick(y, value, label) for value, label in zip(y.ticks(), tick_labels(y.ticks()), strict=True)]
-    parts += [_text(x.position(k), _BOTTOM + 18, f"{k}", "middle") for k in places]
-    parts.append(f'<path class="axis" d="M{_LEFT} {_BOTTOM}H{_RIGHT}"/>')
-    parts.append(_text((_LEFT + _RIGHT) / 2, _BOTTOM + 38, across, "middle"))
-    colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(lines))]
-    parts += [_curve(line, x, y, colour) for line, colour in zip(lines, colours, strict=True)]
-    return "".join(parts + _labels(lines, y, colours))
+def trade_off_svg(panels: Mapping[str, Sequence[Mark]], families: Sequence[str], across: str) -> str:
+    """Draw AP against seconds in panels with the same axes; AP is spread out towards 100.
+
+    Args:
+        panels: Marks by the title of their panel.
+        families: All methods, in the order of colours and shapes.
+        across: Names the horizontal axis.
+    """
+    ticks = (50, 80, 90, 95, 98, 99)
+    marks = [mark for panel in panels.values() for mark in panel]
+
+    def missing(mark: Mark) -> float:
+        return max(0.1, 100 - mark.ap)
+
+    def draw(figure: "Figure") -> None:
+        for (title, panel), axes in zip(panels.items(), _panels(figure, len(panels)), strict=True):
+            axes.set(title=title, xscale="log", yscale="log", xlabel=across, ylabel="AP (%)")
+            for number, family in enumerate(families):
+                own = [mark for mark in panel if mark.family == family]
+                look: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)]}
+                look["marker"] = _MARKERS[(number + number // len(_COLOURS)) % len(_MARKERS)]
+                if own:
+                    axes.plot([m.seconds for m in own], [missing(m) for m in own], label=family, **look)
+            axes.set_yticks([100 - tick for tick in ticks], [f"{tick}" for tick in ticks])
+            axes.minorticks_off()
+            axes.xaxis.set_major_formatter(_plain)
+            times = [mark.seconds for mark in marks]
+            axes.set_xlim(min(times) / 2, max(times) * 2)
+            axes.set_ylim(max(60, *map(missing, marks)) * 1.2, min(0.8, *map(missing, marks)) / 1.2)
+            handles, names = axes.get_legend_handles_labels()
+            _name_aside(axes, dict(zip(names, handles, strict=True)))
+
+    return _svg("AP against the time to score: " + "; ".join(panels), _WIDTH, _HEIGHT * len(panels), draw)
 
 
-def _tick(y: LogScale, value: float, label: str) -> str:
-    at = y.position(value)
-    return f'<path class="grid" d="M{_LEFT} {at:.1f}H{_RIGHT}"/>' + _text(_LEFT - 8, at + 4, label, "end")
+@dataclass(frozen=True)
+class Dot:
+    """One percentage."""
+
+    row: str
+    series: str
+    value: float
+    hollow: bool = False
 
 
-def _curve(line: Line, x: LogScale, y: LogScale, colour: str) -> str:
-    points = [(x.position(k), y.position(value)) for k, value in sorted(line.values.items())]
-    parts = []
-    if line.level is not None:
-        parts.append(f'<path class="level" stroke="{colour}" d="M{_LEFT} {y.position(line.level):.1f}H{_RIGHT}"/>')
-    if points:
-        path = "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
-        parts.append(f'<path class="line" stroke="{colour}" d="M{path}"/>')
-        parts += [f'<circle fill="{colour}" cx="{a:.1f}" cy="{b:.1f}" r="3.2"/>' for a, b in points]
-    return "".join(parts)
+def dots_svg(title: str, dots: Sequence[Dot], across: str) -> str:
+    """Draw dots from 0 to 100, rows and series in the order in which they first come."""
+    rows, series = list(dict.fromkeys(dot.row for dot in dots)), list(dict.fromkeys(dot.series for dot in dots))
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.add_subplot(title=title, xlabel=across, xlim=(-2, 102), ylim=(len(rows) - 0.4, -0.6))
+        axes.set_yticks(range(len(rows)), rows)
+        handles: dict[str, Any] = {}
+        for number, name in enumerate(series):
+            look: dict[str, Any] = {
+                "color": _COLOURS[number],
+                "marker": _MARKERS[number],
+                "linestyle": "none",
+                "markersize": 7,
+            }
+            for hollow in (False, True):
+                own = [dot for dot in dots if dot.series == name and dot.hollow == hollow]
+                fill: dict[str, Any] = {"markerfacecolor": "none", "markeredgewidth": 1.6} if hollow else {}
+                (drawn,) = axes.plot([d.value for d in own], [rows.index(d.row) for d in own], **look, **fill)
+                handles.setdefault(name, drawn)
+        axes.legend(
+            list(handles.values()), list(handles), loc="upper left", bbox_to_anchor=(0, -0.16), ncols=len(series)
+        )
+
+    return _svg(title, _WIDTH, 1.4 + 0.3 * len(rows), draw)
 
 
-def _labels(lines: Sequence[Line], y: LogScale, colours: Sequence[str]) -> list[str]:
-    """Write each line's title beside its end, pushed down where two would overlap."""
-    ends = {
-        number: y.position(line.values[max(line.values)] if line.values else line.level or 1.0)
-        for number, line in enumerate(lines)
-        if line.values or line.level
-    }
-    parts, lowest = [], -math.inf
-    for number, at in sorted(ends.items(), key=lambda item: item[1]):
-        lowest = max(at, lowest + _LABEL_GAP)
-        mark = f'<rect fill="{colours[number]}" x="{_RIGHT + 8}" y="{lowest - 5:.1f}" width="10" height="10"/>'
-        parts.append(mark + _text(_RIGHT + 24, lowest + 4.5, lines[number].title, "start"))
-    return parts
+@dataclass(frozen=True)
+class Spot:
+    """One point of a plot of growth."""
+
+    name: str
+    across: float
+    up: float
+    hollow: bool = False
 
 
-def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
-    style = f' class="{kind}"' if kind else ""
-    return f'<text{style} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+def growth_svg(
+    title: str,
+    groups: Mapping[str, Sequence[Spot]],
+    trends: Mapping[str, tuple[float, float]],
+    across: str,
+    up: str,
+) -> str:
+    """Draw points from the origin on, each place across named once, with a straight line through some groups.
+
+    Args:
+        title: Above the plot.
+        groups: Points by the name of their group.
+        trends: Start and rate of a group's line.
+        across: Names the horizontal axis.
+        up: Names the vertical axis.
+    """
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.add_subplot(title=title, xlabel=across, ylabel=up)
+        spots = [spot for group in groups.values() for spot in group]
+        right, top = 1.15 * max(spot.across for spot in spots), 1.2 * max(spot.up for spot in spots)
+        for number, (name, group) in enumerate(groups.items()):
+            colour, marker = _COLOURS[number], _MARKERS[number]
+            for spot in group:
+                fill = "none" if spot.hollow else colour
+                axes.plot(spot.across, spot.up, marker, color=colour, markerfacecolor=fill, markersize=6)
+            axes.plot([], [], marker, color=colour, label=name)
+            if name in trends:
+                start, rate = trends[name]
+                # From where the line leaves the ground, if it does so to the right of nothing at all.
+                begin = max(0.0, -start / rate) if rate > 0 else 0.0
+                axes.plot([begin, right], [start + rate * begin, start + rate * right], "--", color=colour, lw=1.2)
+        axes.set(xlim=(0, right), ylim=(0, top))
+        _name_spots(axes, spots)
+        axes.legend(loc="upper left", title="hollow: extrapolated; dashed: least squares", alignment="left")
+
+    return _svg(title, _WIDTH, _HEIGHT, draw)
+
+
+def _name_spots(axes: "Axes", spots: Sequence[Spot]) -> None:
+    """Name each place above and below its points in turn, so that the names of neighbours do not meet."""
+    for number, name in enumerate(dict.fromkeys(spot.name for spot in sorted(spots, key=lambda spot: spot.across))):
+        own = [spot for spot in spots if spot.name == name]
+        is_above = number % 2 == 0
+        up = (max if is_above else min)(spot.up for spot in own)
+        # Those below end beneath their point: the next one to the right may lie lower.
+        place: dict[str, Any] = {"xytext": (0, 9), "ha": "center"} if is_above else {"xytext": (6, -16), "ha": "right"}
+        axes.annotate(name, (own[0].across, up), textcoords="offset points", **place)
+
+
+@dataclass(frozen=True)
+class Words:
+    """A line of words on a sheet."""
+
+    x: float
+    y: float
+    """Of the line's foot."""
+    text: str
+    size: float = 10
+    bold: bool = False
+    centred: bool = False
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A square picture on a sheet."""
+
+    x: float
+    y: float
+    side: float
+    data: bytes
+    """Of an image file."""
+    frame: str | None = None
+    """A colour."""
+
+
+@dataclass
+class Sheet:
+    """Collects words and small pictures, at points to the right and down from the upper left corner."""
+
+    words: list[Words] = field(default_factory=list)
+    pictures: list[Placed] = field(default_factory=list)
+
+    def write(self, x: float, y: float, text: str, *, size: float = 10, bold: bool = False) -> None:
+        """Write a line."""
+        self.words.append(Words(x, y, text, size, bold))
+
+    def show(self, x: float, y: float, side: float, uri: str, under: str, frame: str | None = None) -> None:
+        """Show a picture, given as base64 or a data URI, with a line below it; framed in a colour if one is given."""
+        self.pictures.append(Placed(x, y, side, base64.b64decode(uri.rpartition(",")[2]), frame))
+        self.words.append(Words(x + side / 2, y + side + 10, under, 8, centred=True))
+
+    def svg(self, title: str, width: float, height: float) -> str:
+        """Draw everything on a sheet of a size in points."""
+
+        def draw(figure: "Figure") -> None:
+            figure.set_layout_engine("none")
+            axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
+            axes.set_axis_off()
+            for picture in self.pictures:
+                _draw_picture(axes, picture)
+            for words in self.words:
+                anchor, weight = ("center" if words.centred else "left"), ("bold" if words.bold else "normal")
+                axes.text(words.x, words.y, words.text, size=words.size, weight=weight, ha=anchor, va="baseline")
+
+        return _svg(title, width / _POINTS, height / _POINTS, draw)
+
+
+def _draw_picture(axes: "Axes", picture: Placed) -> None:
+    from matplotlib.patches import Rectangle
+    from PIL import Image
+
+    x, y, side = picture.x, picture.y, picture.side
+    with Image.open(BytesIO(picture.data)) as image:
+        pixels = image.convert("RGB")
+    axes.imshow(pixels, extent=(x, x + side, y + side, y), aspect="auto", interpolation="none")
+    if picture.frame is not None:
+        axes.add_patch(Rectangle((x, y), side, side, fill=False, edgecolor=picture.frame, linewidth=2))

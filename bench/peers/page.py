@@ -6,6 +6,7 @@ from pathlib import Path
 from bench.peers.method import METHODS
 from bench.peers.problems import PROBLEMS
 from harness.measure import Cell
+from harness.places import save_page
 from harness.record import Notes, Record, heading, judged, millions, read, runs_of, shown, stem, table
 
 FIT_GOAL, SCORE_GOAL = 1.0, 5.0
@@ -32,8 +33,7 @@ def render(out: Path, small: bool) -> None:
         for problem in sorted(problems, key=_place):
             lines += ["", *_problem(problem, problems[problem], small)]
         lines += ["", *runs_of(problems)]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    save_page(out, name, lines)
 
 
 def _place(problem: str) -> int:

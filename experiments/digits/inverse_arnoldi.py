@@ -5,14 +5,13 @@ python -m experiments.digits.inverse_arnoldi --small    # a toy of it, on a CPU
 """
 
 import sys
+from functools import partial
 
-import numpy as np
 from torch import Tensor
 
 import eigentrace as et
 from eigentrace.errors import NumericalError
 from eigentrace.evaluate import retrieval
-from eigentrace.evaluate.curves import Curve, curves_svg
 from experiments.digits.parts.large_network import Recipe
 from experiments.digits.parts.noise import NEEDED, Subject, options, source_name, subject
 from experiments.digits.parts.scores import (
@@ -34,6 +33,7 @@ from experiments.digits.parts.scores import (
 )
 from experiments.shared.frame import Experiment, Records, Session, main
 from harness.measure import Cell
+from harness.plot import Curve, Drawing, curves_svg
 from harness.record import Notes, table
 
 INVERSE = "Arnoldi on H⁻¹"
@@ -135,7 +135,7 @@ def _rows(records: Records) -> dict[str, Cell]:
     return {name: found[name] for name in sorted(wanted, key=lambda n: (_ORDER.index(family_of(n)), setting_of(n)))}
 
 
-def figures(records: Records, *, small: bool) -> dict[str, str]:
+def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
     """Draw AP against K; the paper's two points of each method stand as lines of their own."""
     rows = {name: cell["ap"] for name, cell in _rows(records).items() if "ap" in cell}
     lines = {family: {setting_of(n): ap for n, ap in rows.items() if family_of(n) == family} for family in _ORDER[:3]}
@@ -148,11 +148,8 @@ def figures(records: Records, *, small: bool) -> dict[str, str]:
     if "Loss, C=1" in rows:
         keeps = [keep for line in lines.values() for keep in line]
         lines["Loss"] = dict.fromkeys((min(keeps), max(keeps)), rows["Loss, C=1"])
-    curves = [
-        Curve(name, np.array(list(line)), np.array(list(line.values())), is_control=name == "Loss")
-        for name, line in lines.items()
-    ]
-    return {"ap": curves_svg("Wrong labels found", curves, "K", "AP (%)")}
+    curves = [Curve(name, list(line), list(line.values()), is_control=name == "Loss") for name, line in lines.items()]
+    return {"ap": partial(curves_svg, {"Wrong labels found": curves}, "K", "AP (%)")}
 
 
 VERDICT = """\

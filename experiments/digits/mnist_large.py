@@ -8,6 +8,7 @@ python -m experiments.digits.mnist_large --small                    # a toy of i
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from experiments.digits.parts import noise
@@ -35,9 +36,9 @@ from experiments.digits.parts.scores import (
     seconds,
     trainings,
 )
-from experiments.digits.parts.trade_off import Mark, trade_off_svg
 from experiments.shared.frame import Experiment, Records, Session, main
 from harness.measure import Cell
+from harness.plot import Drawing, Mark, trade_off_svg
 from harness.record import Notes, table
 
 
@@ -151,18 +152,18 @@ def _or_dash(value: float | None, pattern: str = "") -> str:
     return "–" if value is None else format(value, pattern)
 
 
-def figures(records: Records, *, small: bool) -> dict[str, str]:
+def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
     """Draw AP against scoring time, the paper's and ours."""
     here = [
-        Mark(name, family_of(name), cell["seconds"], cell["ap"])
+        Mark(family_of(name), cell["seconds"], cell["ap"])
         for name, cell in over_seeds(records.values()).items()
         if "ap" in cell and family_of(name) in DRAWN
     ]
-    paper = [Mark(name, family_of(name), row.seconds, row.ap) for name, row in PAPER.items()]
+    paper = [Mark(family_of(name), row.seconds, row.ap) for name, row in PAPER.items()]
     if not here:
         return {}
     panels: dict[str, list[Mark]] = {"Here": here} if small else {"Here": here, "In the paper, on a V100": paper}
-    return {"trade_off": trade_off_svg(panels, DRAWN)}
+    return {"trade_off": partial(trade_off_svg, panels, DRAWN, "seconds to score all digits")}
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -9,10 +9,10 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from experiments.digits.parts import noise
-from experiments.digits.parts.dots import Dot, dots_svg
 from experiments.digits.parts.large_network import SMALL as SMALL_RECIPE
 from experiments.digits.parts.large_network import Recipe
 from experiments.digits.parts.noise import source_name, subject
@@ -32,6 +32,7 @@ from experiments.digits.parts.scores import (
 )
 from experiments.shared.frame import Experiment, Records, Session, main
 from harness.measure import Cell
+from harness.plot import Dot, Drawing, dots_svg
 from harness.record import Notes, Record, table
 
 L2 = 5e-3
@@ -131,7 +132,7 @@ def _line(row: str, cell: Cell, paper: Published | None, notes: Notes) -> tuple[
     return row, quality(cell, "auc", notes), published[0], quality(cell, "ap"), published[1]
 
 
-def figures(records: Records, *, small: bool) -> dict[str, str]:
+def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
     """Draw the AP of every method for both trainings, the paper's beside ours."""
     dots = []
     for name, title in TITLES.items():
@@ -139,9 +140,8 @@ def figures(records: Records, *, small: bool) -> dict[str, str]:
             cells = over_seeds([records[name]])
             dots += [Dot(row, title, cell["ap"]) for row, cell in cells.items() if "ap" in cell]
             dots += [Dot(row, title, PAPER[name][row].ap, hollow=True) for row in cells if row in PAPER[name]]
-    return (
-        {"ap": dots_svg("Wrong labels found after longer training", dots, "AP (%); hollow: the paper")} if dots else {}
-    )
+    title = "Wrong labels found after longer training"
+    return {"ap": partial(dots_svg, title, dots, "AP (%); hollow: the paper")} if dots else {}
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ python -m experiments.digits.mnist_neighbours --small                    # a toy
 import base64
 import sys
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -25,6 +26,7 @@ from experiments.digits.parts.picture_grid import Picture, Strip, strips_svg
 from experiments.digits.parts.scores import SMALL, Size, once, own_arnoldi, paper_arnoldi, timed, trainings
 from experiments.shared.frame import Experiment, Part, Records, Session, main
 from harness.measure import Cell
+from harness.plot import Drawing
 from harness.record import Record, table
 
 SHOWN = 5
@@ -179,13 +181,13 @@ def _mean(cells: list[Cell], key: str) -> str:
     return f"{mean(values):.0f}%" if values else "–"
 
 
-def figures(records: Records, *, small: bool) -> dict[str, str]:
+def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
     """Draw the neighbours of one test digit of each kind, for the first seed."""
     record = records["neighbours"]
-    return {kind: svg for kind in KINDS if (svg := _figure(record, kind)) is not None}
+    return {kind: drawing for kind in KINDS if (drawing := _figure(record, kind)) is not None}
 
 
-def _figure(record: Record, kind: str) -> str | None:
+def _figure(record: Record, kind: str) -> Drawing | None:
     strips, query = [], None
     for name, estimator in ESTIMATORS.items():
         for normalised, words in NORMALISED.items():
@@ -196,7 +198,8 @@ def _figure(record: Record, kind: str) -> str | None:
                     strips.append(Strip(f"{estimator}, {words}", side, found))
     if query is None:
         return None
-    return strips_svg(f"A test digit with a {KINDS[kind]} and its neighbours (label given / true)", query, strips)
+    title = f"A test digit with a {KINDS[kind]} and its neighbours (label given / true)"
+    return partial(strips_svg, title, query, strips)
 
 
 VERDICT = """\

@@ -22,7 +22,6 @@ from torch.utils.data import TensorDataset
 import eigentrace as et
 from eigentrace.errors import PrecisionWarning
 from eigentrace.evaluate import Loop, RetrainingCurves, retraining_curves, retrieval, spearman
-from eigentrace.evaluate.curves import Curve, curves_svg
 from experiments.images.parts.cifar import Images, load, needed
 from experiments.images.parts.noise_problems import ResNet, accuracy
 from experiments.images.parts.resnet import Recipe, train_resnet
@@ -31,6 +30,7 @@ from experiments.shared.kept import keep, kept, name_of
 from harness.command import choices, positive
 from harness.files import made_once
 from harness.measure import Cell, clocked, with_seconds
+from harness.plot import Curve, Drawing, curves_svg
 from harness.record import Notes, shown, table
 
 SCORES = {"paper": "Self-influence, K = 10 (paper)", "tail": "Self-influence with tail", "loss": "Loss"}
@@ -312,33 +312,33 @@ def _verdict(cells: dict[str, Cell]) -> str:
     return f"Dropping {ends[0]['shares'][-1]:.0%} by the paper's score: {reached}; {verdict}."
 
 
-def figures(records: Records, *, small: bool) -> dict[str, str]:
+def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
     """Draw accuracy against the share dropped: a picture for each score and kind of labels."""
-    drawn = {
-        f"{labels}_{score}": _figure(records[labels]["cells"], score, title)
+    found = {
+        f"{labels}_{score}": {f"{SCORES[score]}. {title}": _ends(records[labels]["cells"], score)}
         for labels, title in LABELS.items()
         for score in SCORES
         if labels in records
     }
-    return {word: svg for word, svg in drawn.items() if svg}
+    axes = "% of the images dropped", "test accuracy, %"
+    return {word: partial(curves_svg, panel, *axes) for word, panel in found.items() if any(panel.values())}
 
 
-def _figure(cells: dict[str, Cell], score: str, title: str) -> str:
+def _ends(cells: dict[str, Cell], score: str) -> list[Curve]:
     named = {cell_name(end, score): f"{end} dropped" for end in ENDS} | {RANDOM: RANDOM}
     there = {name: cells[name] for name in named if "values" in cells.get(name, {})}
     if len(there) < len(named):
-        return ""
+        return []
     curves = [_line(named[name], cell) for name, cell in there.items()]
     full = next(iter(there.values()))
-    level = np.full(2, np.mean(full["values"][0]))
-    ends = 100 * np.array([full["shares"][0], full["shares"][-1]])
-    curves.append(Curve("all data", ends, level, is_control=True))
-    return curves_svg(f"{SCORES[score]}. {title}", curves, "% of the images dropped", "test accuracy, %")
+    ends = [100 * full["shares"][0], 100 * full["shares"][-1]]
+    return [*curves, Curve("all data", ends, [np.mean(full["values"][0])] * 2, is_control=True)]
 
 
 def _line(name: str, cell: Cell) -> Curve:
     values = np.array(cell["values"])
-    return Curve(name, 100 * np.array(cell["shares"]), values.mean(axis=1), _spread(values))
+    across = [100 * share for share in cell["shares"]]
+    return Curve(name, across, values.mean(axis=1).tolist(), _spread(values).tolist())
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -23,7 +22,6 @@ import eigentrace as et
 from eigentrace.demo.digits import relabel
 from eigentrace.errors import ConvergenceWarning
 from eigentrace.evaluate import retrieval
-from eigentrace.evaluate.curves import Curve, curves_svg
 from eigentrace.fits.eigen_fit import EigenFit
 from experiments.images.parts.cifar import NUM_CLASSES, Images, load, needed
 from experiments.images.parts.noise_problems import accuracy
@@ -32,6 +30,7 @@ from experiments.shared.frame import Experiment, Part, Records, Session, main
 from experiments.shared.kept import kept, name_of
 from harness.command import positive
 from harness.measure import Cell, attempt, with_seconds
+from harness.plot import Curve, Drawing, curves_svg
 from harness.record import Notes, millions, shown, table
 
 KEEPS = (10, 20)
@@ -335,24 +334,24 @@ def _sizes(records: Records) -> list[str]:
     return [*lines, ""] if lines else []
 
 
-def figures(records: Records, *, small: bool) -> dict[str, str]:
+def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
     """Draw AP at K = 10 against the share of the parameters, for each question."""
-    return {name: svg for name in PARTS if name in records and (svg := _figure(records[name]["cells"], PARTS[name]))}
+    found = {name: _curves(records[name]["cells"]) for name in PARTS if name in records}
+    axes = "% of the parameters", f"AP at K = {KEEPS[0]}, %"
+    return {name: partial(curves_svg, {PARTS[name]: curves}, *axes) for name, curves in found.items() if curves}
 
 
-def _figure(cells: dict[str, Cell], title: str) -> str:
-    keep, across = KEEPS[0], np.array([10.0, 20.0, 100.0])
+def _curves(cells: dict[str, Cell]) -> list[Curve]:
+    keep, across = KEEPS[0], (10.0, 20.0, 100.0)
     curves = []
     for method in METHODS:
         found = [cells.get(cell_name(share, method, keep), {}) for share in SHARES]
         if all("ap" in cell for cell in found):
-            spread = np.array([cell.get("ap_deviation", 0.0) for cell in found])
-            curves.append(Curve(method, across, np.array([cell["ap"] for cell in found]), spread))
+            spread = [cell.get("ap_deviation", 0.0) for cell in found]
+            curves.append(Curve(method, across, [cell["ap"] for cell in found], spread))
     if "ap" in cells.get("loss", {}):
-        curves.append(Curve("loss", across, np.full(3, cells["loss"]["ap"]), is_control=True))
-    if not curves:
-        return ""
-    return curves_svg(title, curves, "% of the parameters", f"AP at K = {keep}, %")
+        curves.append(Curve("loss", across, [cells["loss"]["ap"]] * 3, is_control=True))
+    return curves
 
 
 def options(parser: argparse.ArgumentParser) -> None:

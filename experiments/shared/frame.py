@@ -26,6 +26,8 @@ from experiments.shared.needed import Needed
 from experiments.shared.workers import dealt_out, run_parts
 from harness.command import carried_out, choices, positive, result_options, say, start
 from harness.measure import Cell, Run, attempt, described
+from harness.places import figure_link, save_figure, save_page
+from harness.plot import Drawing, can_draw, undrawn
 from harness.record import Record, Recorder, heading, is_number, read, runs_of, stem
 from harness.refusal import differences
 
@@ -33,7 +35,7 @@ Records = dict[str, Record]
 """What one machine measured, part by part."""
 
 
-def no_figures(records: Records, *, small: bool) -> dict[str, str]:
+def no_figures(records: Records, *, small: bool) -> dict[str, Drawing]:
     """Draw nothing."""
     return {}
 
@@ -55,8 +57,8 @@ class Experiment:
     """What it is made of, each measured for itself, by the names of `--parts`."""
     tables: Callable[[Records], list[str]]
     """Lays out what one machine measured, the paper's numbers beside it, as lines of Markdown."""
-    figures: Callable[..., Mapping[str, str]] = no_figures
-    """Draws what one machine measured: SVG by a word that goes into the file's name. Called with `small`."""
+    figures: Callable[..., Mapping[str, Drawing]] = no_figures
+    """What is drawn of what one machine measured, by a word that goes into the file's name. Called with `small`."""
     options: Callable[[argparse.ArgumentParser], None] = no_options
     """Adds what only this experiment understands to the command line."""
     verdict: str = ""
@@ -195,10 +197,9 @@ def render(experiment: Experiment, out: Path, *, small: bool) -> None:
     lines += ["", experiment.about]
     if experiment.verdict and not small:
         lines += ["", "## What it shows", "", experiment.verdict]
-    out.mkdir(parents=True, exist_ok=True)
     for machine, records in read(out / f"{name}.json").items():
-        for word, svg in experiment.figures(records, small=small).items():
-            (out / figure_name(name, word, machine)).write_text(svg, encoding="utf-8")
+        for word, drawing in experiment.figures(records, small=small).items() if can_draw() else ():
+            save_figure(out, figure_name(name, word, machine), drawing())
         lines += [
             "",
             f"## {machine}",
@@ -207,21 +208,24 @@ def render(experiment: Experiment, out: Path, *, small: bool) -> None:
             "",
             *runs_of(records, experiment.module),
         ]
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    save_page(out, name, lines)
 
 
 def shown_on(experiment: Experiment, machine: str, records: Records, *, small: bool) -> list[str]:
     """Lay out what one machine measured: tables, then figures."""
     lines = list(experiment.tables(records))
+    words = list(experiment.figures(records, small=small))
+    if words and not can_draw():
+        return [*lines, "", undrawn(experiment.command + (" --small" if small else ""))]
     name = stem(experiment.name, small=small)
-    for word in experiment.figures(records, small=small):
-        lines += ["", f"![{experiment.title}: {word}]({figure_name(name, word, machine)})"]
+    for word in words:
+        lines += ["", f"![{experiment.title}: {word}]({figure_link(figure_name(name, word, machine))})"]
     return lines
 
 
 def figure_name(name: str, word: str, machine: str) -> str:
     """Name the file of a figure after the experiment, what it shows and the machine."""
-    return "_".join([name, word, re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")]) + ".svg"
+    return "_".join([name, word, re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")])
 
 
 def _line(cell: Cell) -> str:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from html import escape
 
 import numpy as np
@@ -15,7 +16,6 @@ from torch import Tensor
 
 import eigentrace as et
 from eigentrace.evaluate import retrieval, spearman
-from eigentrace.evaluate.curves import Curve, curves_svg
 from experiments.shared.frame import Experiment, Records, Session, main
 from experiments.translation.parts.corpora import Corpora, Ordered, Pairs, Texts
 from experiments.translation.parts.mt_retrieval_page import network_table
@@ -31,6 +31,7 @@ from experiments.translation.parts.network import (
     size_of,
 )
 from harness.measure import Cell, attempt, release
+from harness.plot import Curve, Drawing, curves_svg
 from harness.record import Notes, shown, table
 
 KEEP = 10
@@ -224,19 +225,20 @@ def safe(text: str) -> str:
     return text.replace("://", ":&#47;&#47;").replace("www.", "www&#46;").replace("@", "&#64;")
 
 
-def figures(records: Records, *, small: bool) -> dict[str, str]:
+def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
     """Draw the mean length of each tenth of the pairs, from low to high scores."""
     cells = records.get("exemplars", {"cells": {}})["cells"]
-    across = 100 * (np.arange(TENTHS) + 0.5) / TENTHS
+    across = [100 * (tenth + 0.5) / TENTHS for tenth in range(TENTHS)]
     curves = [
-        Curve(name, across, np.array(cells[name]["lengths"]), is_control=score == "loss")
+        Curve(name, across, cells[name]["lengths"], is_control=score == "loss")
         for score in WORK
         for name in (score, score + PER_TOKEN)
         if "lengths" in cells.get(name, {})
     ]
     if not curves:
         return {}
-    return {"length": curves_svg("Longer side of pairs by score", curves, "quantile of the score, %", "subwords")}
+    panels = {"Longer side of pairs by score": curves}
+    return {"length": partial(curves_svg, panels, "quantile of the score, %", "subwords")}
 
 
 EXPERIMENT = Experiment(

@@ -30,6 +30,7 @@ from experiments.translation.parts.selection import (
     options,
     over_seeds,
 )
+from harness.plot import Drawing
 from harness.record import Notes, shown, table
 
 NOTHING = "nothing"
@@ -124,7 +125,7 @@ def tables(records: Records) -> list[str]:
     return [*table(headings, rows), "", *makeup_table(record["cells"], names, notes), "", *notes.lines()]
 
 
-def figures(records: Records, *, small: bool) -> dict[str, str]:
+def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
     """Draw BLEU after the last step against how much is dropped."""
     if "dropped" not in records:
         return {}

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from bench.projection_page import render
 from eigentrace.errors import EigentraceWarning
 from harness.measure import Run, Subject, attempt, profiled, reason, timed
 from harness.models import MODELS, SMALL
-from harness.plot import Line, panels_svg
 from harness.record import Notes, judged, merged, shown, table
+from tests.helpers.expecting import expect_mentions
 
 CPU = torch.device("cpu")
 COUNTS = {
@@ -74,10 +73,10 @@ def test_projection_runs_and_models_merge_into_one_table(tmp_path):
 
 def test_rendering_is_idempotent(tmp_path):
     measured(projection, tmp_path, "--models", "gpt2_small", "--ks", "2", "--skip", "forward")
-    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     assert len(files) == 3
     measured(projection, tmp_path, "--render")
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == files
 
 
 def test_a_failing_measurement_becomes_text(tmp_path, monkeypatch):
@@ -98,13 +97,13 @@ def test_a_model_that_cannot_be_built_does_not_end_the_run(tmp_path, monkeypatch
 
     monkeypatch.setattr(Subject, "of", fail)
     assert main(projection.BENCHMARK, [*QUICK, "--out", str(tmp_path), "--models", "vit_b_32,resnet_50"]) == 2
-    assert "ResNet-50: OutOfMemoryError: CUDA out of memory." in capsys.readouterr().out
+    expect_mentions(capsys.readouterr().out, ["ViT-B/32", "ResNet-50", "OutOfMemoryError: CUDA out of memory"])
 
 
 def test_unknown_models_are_named(capsys):
     with pytest.raises(SystemExit):
         main(projection.BENCHMARK, ["--models", "vit"])
-    assert "'vit' is none of vit_l_32, vit_b_32" in capsys.readouterr().err
+    expect_mentions(capsys.readouterr().err, ["--models", "'vit'", "vit_l_32, vit_b_32"])
 
 
 def test_directions_are_repeated_where_they_do_not_fit(monkeypatch):
@@ -147,7 +146,7 @@ def test_fit_runs_and_its_parts_add_up(tmp_path):
     assert "failed" not in cell, cell
     assert set(cell["parts"]) == {"checks", "first product", "products", "orthogonalisation", "eigenvectors"}
     assert 0.8 * cell["seconds"] < sum(cell["parts"].values()) <= cell["seconds"]
-    assert "A whole fit" in page
+    expect_mentions(page, ["orthogonalisation", "eigenvectors"])
 
 
 def test_search_runs_and_the_ways_agree(tmp_path):
@@ -175,7 +174,7 @@ def test_explanations_are_compared_with_every_score(tmp_path):
         assert (everybody["how"], everybody["proponents"], everybody["opponents"]) == ("exact", 1, 1)
         assert kept["proponents"] < 1
     page = (tmp_path / "explain_small.md").read_text()
-    assert "400 digits, 3 questions" in page
+    expect_mentions(page, ["400 digits", 3])
     assert explaining.main([*options, "--render"]) == 0
     assert (tmp_path / "explain_small.md").read_text() == page
 
@@ -240,7 +239,9 @@ def test_goals_stand_beside_the_numbers(tmp_path):
     page = (tmp_path / "projection.md").read_text()
     for text in ("2,800 (≥ 2,700 met)", "1,900 (≥ 2,000 missed)", "1.43 (≤ 1.5 met)", "2.11 (≤ 1.5 missed)"):
         assert text in page
-    assert "Goals met: 2 of 4. Missed: M, 2,000 examples/s at K = 100; M, within 1.5 training steps at K = 100." in page
+    (goals,) = [line for line in page.splitlines() if "2 of 4" in line]
+    assert [("M" in part, "K = 100" in part) for part in goals.split("Missed")[-1].split(";")] == [(True, True)] * 2
+    expect_mentions(goals, ["2,000 examples/s", "1.5 training steps"])
 
 
 def test_timing_counts_calls_after_the_warm_up():
@@ -270,11 +271,3 @@ def test_cells_in_words():
     assert notes.lines()[1] == "<sup>2</sup> why  "
     assert judged("1", 1.0, None) == "1"
     assert table(("a", "b"), [("xxxx", "1")]) == ["| a    |   b |", "| :--- | --: |", "| xxxx |   1 |"]
-
-
-def test_plots_are_xml_with_a_line_each():
-    lines = [Line("A & B", {10: 5.0, 100: 4.0}, 7.0), Line("C", {10: 5.0}), Line("D")]
-    drawing = ElementTree.fromstring(panels_svg({"one": lines, "two": []}, "K", "up"))
-    paths = [e for e in drawing.iter() if e.get("class") in ("line", "level")]
-    assert [path.get("class") for path in paths] == ["level", "line", "line"]
-    assert "A & B" in [e.text for e in drawing.iter()]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -17,6 +18,8 @@ from experiments.images.parts.exemplar_page import BANDS, FINDINGS, tables
 from experiments.images.parts.exemplar_problems import PHOTOS, _digits, as_uri, pixels, read_photos
 from experiments.images.parts.photos import Recipe, changed, make_network, train_photos
 from experiments.shared.frame import main
+from tests.helpers.drawings import pictures_on, words_on
+from tests.helpers.expecting import refused
 
 RECIPE = Recipe(width=4, epochs=2, batch_size=10, side=12)
 
@@ -105,7 +108,7 @@ def test_photos_are_read_with_their_likely_errors(tmp_path):
     assert found.is_bad.tolist() == [True, False, False, True]
     assert found.images[3].mean().item() == pytest.approx(180 / 127.5 - 1, abs=0.02)
     assert found.uri(0).startswith("data:image/jpeg;base64,")
-    with pytest.raises(InputError, match="does not hold imagenette224_jpeg"):
+    with refused(InputError, tmp_path / "elsewhere", "imagenette224_jpeg.npz"):
         read_photos(tmp_path / "elsewhere")
 
 
@@ -122,17 +125,17 @@ def ranked_cell(bad):
     return {"bands": rows, "pictures": {str(row): uri for row in (7, 5, 4, 2)}}
 
 
-def test_grids_are_well_formed_and_hold_each_picture_once():
-    svg = "{http://www.w3.org/2000/svg}"
-    root = ElementTree.fromstring(ranked_svg("a < b", {"one": ranked_cell(True), "two": ranked_cell(False)}, "xy"))
-    assert len(root.findall(f"{svg}defs/{svg}image")) == 4
-    assert len(root.findall(f"{svg}use")) == 8
-    assert len(root.findall(f"{svg}rect")) == 1
+def test_sheets_hold_every_picture_and_frame_those_to_see():
+    svg = ranked_svg("a < b", {"one": ranked_cell(True), "two": ranked_cell(False)}, "xy")
+    assert pictures_on(svg) == 8
+    assert svg.count("stroke: #d55e00") == 1
+    assert {"one", "two", "90–100%", "y 95%"} <= set(words_on(svg))
     shown = {"query": [7, 1], "proponents": [[7, 1], [5, 0]], "opponents": [[2, 1]]}
     cell = {"shown": [shown], "pictures": ranked_cell(True)["pictures"]}
-    root = ElementTree.fromstring(explained_svg("t", {"paper": cell}, ["cat & dog", "ship"]))
-    assert len(root.findall(f"{svg}use")) == 4
-    assert [rect.get("stroke") for rect in root.findall(f"{svg}rect")] == ["#009e73", "#0072b2", "#d55e00"]
+    svg = explained_svg("t", {"paper": cell}, ["cat & dog", "ship"])
+    assert pictures_on(svg) == 4
+    assert re.findall(r"stroke: (#[0d]\w{5})", svg) == ["#009e73", "#0072b2", "#d55e00"]
+    assert "cat & dog" in words_on(svg)
 
 
 @pytest.mark.slow
@@ -148,10 +151,10 @@ def test_the_small_run_finds_noise_and_draws_no_photo_unasked(tmp_path):
         assert unit["proponents_norm_quantile"] < plain["proponents_norm_quantile"] - 0.15
         right = record["cells"]["ranked/ours"]["right_by_decile"]
         assert right[-1] < right[0]
-    drawn = sorted(path.name.split("_cpu")[0] for path in tmp_path.glob("*.svg"))
+    drawn = sorted(path.name.split("_cpu")[0] for path in tmp_path.glob("figures/*.svg"))
     words = ("cifar_explained", "cifar_noisy_ranked", "cifar_ranked")
     assert drawn == [f"image_exemplars_small_{word}" for word in words]
-    for path in tmp_path.glob("*.svg"):
+    for path in tmp_path.glob("figures/*.svg"):
         ElementTree.fromstring(path.read_text())
     assert "pictures" not in records["photos"]["cells"]["ranked/paper"]
     page = (tmp_path / "image_exemplars_small.md").read_text()

@@ -5,9 +5,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from experiments.digits.mnist_long import EXPERIMENT, L2, PAPER, figures, tables
-from experiments.digits.parts.dots import Dot, dots_svg
+from experiments.digits.mnist_long import EXPERIMENT, L2, PAPER, TITLES, figures, tables
 from experiments.shared.frame import main
+from tests.helpers.drawings import words_on
 
 
 def _record(l2, ap):
@@ -45,14 +45,11 @@ def test_half_a_run_is_laid_out_too():
 
 
 def test_the_figure_has_a_dot_for_every_number():
-    root = ET.fromstring(figures(RESULTS, small=False)["ap"])
-    circles = [node for node in root.iter() if node.tag.endswith("circle")]
-    hollow = [node for node in circles if node.get("fill") == "none"]
-    assert len(hollow) == 4
-    assert len(circles) == 2 + 6 + 4  # two of them are the key
-    first, second = (ET.fromstring(dots_svg("t", [Dot("a", "s", value)], "x")) for value in (0.0, 100.0))
-    places = [float(list(root.iter("{http://www.w3.org/2000/svg}circle"))[-1].get("cx")) for root in (first, second)]
-    assert places == [210.0, 690.0]
+    drawing = figures(RESULTS, small=False)["ap"]
+    dots = drawing.args[1]
+    assert len(dots) == 6 + 4
+    assert sum(dot.hollow for dot in dots) == 4
+    assert {dot.row for dot in dots} | set(TITLES.values()) <= set(words_on(drawing()))
 
 
 @pytest.mark.slow
@@ -65,5 +62,5 @@ def test_a_small_run_from_end_to_end(tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) == 2
     page = (tmp_path / "mnist_long_small.md").read_text()
     assert str(tmp_path) not in page
-    (figure,) = tmp_path.glob("*.svg")
+    (figure,) = tmp_path.glob("figures/*.svg")
     assert ET.parse(figure).getroot().tag.endswith("svg")

@@ -24,6 +24,7 @@ from experiments.digits.mnist_neighbours import (
 )
 from experiments.digits.parts.noise import dataset, noisy
 from experiments.shared.frame import main
+from tests.helpers.drawings import pictures_on, words_on
 
 CPU = torch.device("cpu")
 
@@ -103,13 +104,10 @@ def test_the_table_has_the_words_of_the_paper_in_the_right_rows(digits):
 def test_figures_show_the_digit_and_all_its_neighbours(digits):
     drawn = figures(_results(digits), small=False)
     assert set(drawn) == {"right", "wrong"}
-    root = ET.fromstring(drawn["wrong"])
-    images = [node for node in root.iter() if node.tag.endswith("image")]
-    assert len(images) == 1 + 8 * SHOWN
-    assert all(node.get("href").startswith("data:image/png;base64,") for node in images)
-    texts = [node.text for node in root.iter() if node.tag.endswith("text")]
+    svg = drawn["wrong"]()
+    assert pictures_on(svg) == 1 + 8 * SHOWN
     query = queries_of(digits, "wrong", 0, 3)[0]
-    assert f"{int(digits.test_labels[query])} / {int(digits.test_true_labels[query])}" in texts
+    assert f"{int(digits.test_labels[query])} / {int(digits.test_true_labels[query])}" in words_on(svg)
     assert figures({"neighbours": {"cells": {}}}, small=False) == {}
 
 
@@ -123,4 +121,4 @@ def test_a_small_run_from_end_to_end(tmp_path):
     assert cells["tail, right, opponents, yes, seed 0"]["same_given"] < 20
     page = (tmp_path / "mnist_neighbours_small.md").read_text()
     assert str(tmp_path) not in page
-    assert len([ET.parse(figure) for figure in tmp_path.glob("*.svg")]) == 2
+    assert len([ET.parse(figure) for figure in tmp_path.glob("figures/*.svg")]) == 2

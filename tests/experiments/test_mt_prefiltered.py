@@ -2,7 +2,6 @@
 
 import json
 import re
-from xml.etree import ElementTree
 
 import pytest
 
@@ -10,6 +9,7 @@ from experiments.shared.frame import main
 from experiments.translation.mt_prefiltered import DROPPED, EXPERIMENT, NOTHING, PAPER, PARTS, WAYS, label
 from experiments.translation.parts.network import OUR_WAY, PAPER_WAY
 from experiments.translation.parts.selection import LOSS, RANDOM, SETS, bleu_key
+from tests.helpers.drawings import words_on
 
 AT = {"at": [10, 30]}
 
@@ -38,9 +38,10 @@ def test_curves_begin_where_nothing_is_dropped():
     cells = {NOTHING: {key: 10.0}, label(OUR_WAY, 25): {key: 12.0}, label(RANDOM, 50): {key: 8.0}}
     drawn = EXPERIMENT.figures({"dropped": {"cells": cells, "settings": AT}}, small=False)
     assert list(drawn) == [SETS[1]]
-    points = [line.attrib["points"].split() for line in ElementTree.fromstring(drawn[SETS[1]]).findall("{*}polyline")]
-    assert [len(one) for one in points] == [2, 2]
-    assert points[0][0] == points[1][0]
+    (curves,) = drawn[SETS[1]].args[0].values()
+    assert [list(curve.across) for curve in curves] == [[0, 25], [0, 50]]
+    assert [curve.up[0] for curve in curves] == [10.0, 10.0]
+    assert {curve.name for curve in curves} <= set(words_on(drawn[SETS[1]]()))
     assert EXPERIMENT.figures({}, small=False) == {}
 
 
@@ -63,7 +64,7 @@ def test_a_small_run_measures_everything(tmp_path):
         assert cells[label(way, 50)]["kinds"]["clean"] > left["kinds"]["clean"] + 10
     page = (tmp_path / "mt_prefiltered_small.md").read_text()
     assert len(re.findall(r"^\| nothing +\| +0 \| +36\.32 \|", page, re.MULTILINE)) == 1
-    assert len(list(tmp_path.glob("*.svg"))) == 2 * len(SETS)
+    assert len(list(tmp_path.glob("figures/*.svg"))) == 2 * len(SETS)
     before = (tmp_path / "mt_prefiltered_small.json").read_text()
     assert main(EXPERIMENT, [*argv, "--missing"]) == 0
     assert (tmp_path / "mt_prefiltered_small.json").read_text() == before

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -27,6 +26,7 @@ from experiments.images.resnet_curve import (
     scored,
 )
 from experiments.shared.frame import main
+from tests.helpers.drawings import words_on
 
 TINY = Recipe(width=2, epochs=1, batch_size=20, augment=False)
 SIZE = Size(60, 20, (0.5,), 2, 10, 20, 10, 3, 40, 4, TINY)
@@ -139,8 +139,8 @@ def test_figures_show_both_ends_the_control_and_the_level():
     cells = _cells([60, 61], [50, 51])
     figures = EXPERIMENT.figures({"worse": {"cells": cells}}, small=False)
     assert set(figures) == {f"worse_{score}" for score in SCORES}
-    for svg in figures.values():
-        assert len(ElementTree.fromstring(svg).findall("{*}polyline")) == 4
+    for drawing in figures.values():
+        assert {*(f"{end} dropped" for end in ENDS), RANDOM, "all data"} <= set(words_on(drawing()))
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_a_small_run_measures_everything(tmp_path):
             values = np.array(cells[cell_name(end, score)]["values"])
             assert values.shape == (1 + len(SMALL.shares), SMALL.seeds)
             assert values[-1].mean() < full
-    assert len(list(tmp_path.glob("*.svg"))) == len(SCORES)
+    assert len(list(tmp_path.glob("figures/*.svg"))) == len(SCORES)
     assert str(tmp_path) not in (tmp_path / "resnet_curve_small.md").read_text()
     before = (tmp_path / "resnet_curve_small.json").read_text()
     assert main(EXPERIMENT, [*argv, "--missing"]) == 0

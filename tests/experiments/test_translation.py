@@ -33,6 +33,7 @@ from experiments.translation.parts.cut import short_rows
 from experiments.translation.parts.phrases import foreign, phrases
 from experiments.translation.parts.transformer import Recipe, held_out, make_transformer, rate, train_transformer
 from experiments.translation.parts.withheld import together, withheld
+from tests.helpers.expecting import refused
 from tests.helpers.make_pairs import make_pairs
 
 CPU = torch.device("cpu")
@@ -57,9 +58,9 @@ def test_a_file_gives_its_pairs_and_verdicts(tmp_path):
     _write(tmp_path / "e.tsv.gz", ("lang", "xx", "en", "label"), [("fr", "Oui", "Yes", "V")])
     assert read_texts(tmp_path / "e.tsv.gz", "lang") == Texts(["Oui"], ["Yes"], ["fr"])
     _write(tmp_path / "c.tsv.gz", ("de", "en"), [("Ja", "Yes", "more")])
-    with pytest.raises(InputError, match="as many fields in every line"):
+    with refused(InputError, "c.tsv.gz"):
         read_texts(tmp_path / "c.tsv.gz")
-    with pytest.raises(InputError, match=r"d\.tsv\.gz is not in the folder"):
+    with refused(InputError, "d.tsv.gz"):
         read_texts(tmp_path / "d.tsv.gz")
 
 
@@ -147,7 +148,7 @@ def test_subwords_are_learned_once_and_long_pairs_left_out(tmp_path, monkeypatch
 
 def test_without_a_tokenizer_the_message_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(InputError, match=r'pip install -e "\.\[hf\]".*--cache folder'):
+    with refused(InputError, 'pip install -e ".[hf]"', "--cache"):
         Subwords(small_texts("train"), 100, tmp_path).pairs(small_texts("dev"))
 
 

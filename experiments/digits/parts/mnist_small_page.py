@@ -1,13 +1,11 @@
 """The page of the small network's experiment: text, tables and figures."""
 
 from collections.abc import Iterable
+from functools import partial
 
-import numpy as np
-
-from eigentrace.evaluate.curves import Curve, curves_svg
 from experiments.shared.frame import Records
 from harness.measure import Cell
-from harness.plot import Line, panels_svg
+from harness.plot import Curve, Drawing, curves_svg
 from harness.record import Notes, shown, table
 
 PAPER_ACCURACY = {"accuracy_test_given": 73.8, "accuracy_test_true": 92.3}
@@ -137,22 +135,22 @@ def _retrieval(cells: dict[str, Cell], notes: Notes) -> list[str]:
     return table(("method", "AUC", "AP", "scoring (s)", "fit (s)"), rows)
 
 
-def figures(records: Records, *, small: bool) -> dict[str, str]:
+def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
     """Draw the paper's two figures, the second as one picture for AUC and one for AP."""
     eigenvalues = records.get("eigenvalues", {}).get("cells", {})
     found = records.get("retrieval", {}).get("cells", {})
-    drawn = {}
+    drawn = dict[str, Drawing]()
     if _keeps(eigenvalues):
         titles = ("Arnoldi", "orthonormal rows", "Gaussian rows")
-        lines = [
-            Line(title, {keep: far for keep, far in by_keep(eigenvalues, name, "distance").items() if far > 0})
-            for title, name in zip(titles, PROJECTED, strict=True)
-        ]
-        level = Line("deviation of exact", level=eigenvalues.get("exact", {}).get("deviation"))
-        title = "Top eigenvalues by Arnoldi, and by RandProj with two kinds of rows"
-        drawn["eigenvalues"] = panels_svg({title: [*lines, level]}, "K", "distance to the exact ones")
+        curves = [Curve("deviation of exact", level=eigenvalues.get("exact", {}).get("deviation"), is_control=True)]
+        for title, name in zip(titles, PROJECTED, strict=True):
+            far = {keep: distance for keep, distance in by_keep(eigenvalues, name, "distance").items() if distance > 0}
+            curves.append(Curve(title, list(far), list(far.values())))
+        panels = {"Top eigenvalues by Arnoldi, and by RandProj with two kinds of rows": curves}
+        drawn["eigenvalues"] = partial(curves_svg, panels, "K", "distance to the exact ones", log=True)
     for key in ("auc", "ap") if _keeps(found) else ():
-        drawn[key] = curves_svg("Wrong labels found", _curves(found, key), "K", f"{key.upper()} (%)")
+        panels = {"Wrong labels found": _curves(found, key)}
+        drawn[key] = partial(curves_svg, panels, "K", f"{key.upper()} (%)")
     return drawn
 
 
@@ -161,12 +159,12 @@ def _curves(cells: dict[str, Cell], key: str) -> list[Curve]:
     for name in METHODS:
         values, spread = by_keep(cells, name, key), by_keep(cells, name, f"{key}_sd")
         if values:
-            band = np.array(list(spread.values())) if len(spread) == len(values) else None
-            curves.append(Curve(name, np.array(list(values)), np.array(list(values.values())), band))
-    ends = np.array([_keeps(cells)[0], _keeps(cells)[-1]])
+            band = list(spread.values()) if len(spread) == len(values) else None
+            curves.append(Curve(name, list(values), list(values.values()), band))
+    ends = [_keeps(cells)[0], _keeps(cells)[-1]]
     levels = {name: cell[key] for name, cell in cells.items() if ", K=" not in name and key in cell}
     levels.pop("gradient norm", None)
-    curves += [Curve(n, ends, np.array([level, level]), is_control=n == "loss") for n, level in levels.items()]
+    curves += [Curve(n, ends, [level, level], is_control=n == "loss") for n, level in levels.items()]
     return curves
 
 

@@ -1,17 +1,13 @@
-"""A picture and its neighbours as one SVG file: strips of small grey images, framed by kind, with two labels each."""
+"""A picture and its neighbours: strips of small grey images on a sheet, framed by kind, with two labels each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
-_SIZE, _GAP, _STRIP = 48, 14, 84
-_WIDTH, _TOP, _ASIDE = 800, 130, 110
-_FRAMES = {"proponents": "#0072b2", "opponents": "#d55e00"}
-_STYLE = (
-    "text { font: 13px system-ui, sans-serif; fill: #333 } .name { font-weight: 600 } "
-    "image { image-rendering: pixelated } .frame { fill: none; stroke-width: 3 } "
-    "@media (prefers-color-scheme: dark) { text { fill: #ddd } }"
-)
+from harness.plot import BLUE, VERMILION, Sheet
+
+_SIZE, _GAP, _STRIP = 48, 14, 76
+_WIDTH, _TOP, _ASIDE = 770, 130, 110
+_FRAMES = {"proponents": BLUE, "opponents": VERMILION}
 
 
 @dataclass(frozen=True)
@@ -22,6 +18,11 @@ class Picture:
     """In base64."""
     given: int
     true: int
+
+    @property
+    def labels(self) -> str:
+        """What stands below it."""
+        return f"{self.given} / {self.true}"
 
 
 @dataclass(frozen=True)
@@ -38,32 +39,17 @@ def strips_svg(title: str, query: Picture, strips: Sequence[Strip]) -> str:
     """Draw a picture on top, and below it a block of strips for each title, two blocks to a row."""
     titles = list(dict.fromkeys(strip.title for strip in strips))
     block = 2 * _STRIP + 36
-    height = _TOP + block * -(-len(titles) // 2)
-    parts = [_text(16, 22, title, "start", "name"), _picture(query, 20, 40, "#808080")]
+    sheet = Sheet()
+    sheet.write(16, 22, title, size=12, bold=True)
+    sheet.show(20, 40, _SIZE, query.png, query.labels)
     for number, name in enumerate(titles):
         left, top = _ASIDE + (number % 2) * (_WIDTH - _ASIDE) / 2, _TOP + block * (number // 2)
-        parts.append(_text(left, top + 4, name, "start", "name"))
-        sides = [strip for strip in strips if strip.title == name]
-        for line, strip in enumerate(sides):
+        sheet.write(left, top + 4, name, bold=True)
+        for line, strip in enumerate(strip for strip in strips if strip.title == name):
             y = top + 16 + line * _STRIP
             if number % 2 == 0:
-                parts.append(_text(16, y + _SIZE / 2 + 4, strip.side, "start"))
-            colour = _FRAMES[strip.side]
-            parts += [_picture(p, left + k * (_SIZE + _GAP), y, colour) for k, p in enumerate(strip.pictures)]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
-        f'aria-label="{escape(title)}"><style>{_STYLE}</style>{"".join(parts)}</svg>\n'
-    )
-
-
-def _picture(picture: Picture, x: float, y: float, colour: str) -> str:
-    return (
-        f'<image x="{x:.1f}" y="{y:.1f}" width="{_SIZE}" height="{_SIZE}" href="data:image/png;base64,{picture.png}"/>'
-        f'<rect class="frame" stroke="{colour}" x="{x:.1f}" y="{y:.1f}" width="{_SIZE}" height="{_SIZE}"/>'
-        + _text(x + _SIZE / 2, y + _SIZE + 17, f"{picture.given} / {picture.true}", "middle")
-    )
-
-
-def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
-    style = f' class="{kind}"' if kind else ""
-    return f'<text{style} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+                sheet.write(16, y + _SIZE / 2 + 4, strip.side)
+            for place, picture in enumerate(strip.pictures):
+                x = left + place * (_SIZE + _GAP)
+                sheet.show(x, y, _SIZE, picture.png, picture.labels, _FRAMES[strip.side])
+    return sheet.svg(title, _WIDTH, _TOP + block * -(-len(titles) // 2))

@@ -1,10 +1,12 @@
 """The page of `experiments.images.image_exemplars`: numbers beside the paper's findings, and pictures in grids."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from statistics import mean
 
 from experiments.images.parts.exemplar_grid import explained_svg, ranked_svg
 from harness.measure import Cell
+from harness.plot import Drawing
 from harness.record import Notes, Record, shown, table
 
 NORMALISATIONS = (None, "gradient")
@@ -131,14 +133,15 @@ def _answers(cell: Cell, notes: Notes) -> list[str]:
     return [shown(cell, key, pattern, notes) for key, pattern in keys.items()]
 
 
-def figures(records: Mapping[str, Record], *, small: bool) -> dict[str, str]:
+def figures(records: Mapping[str, Record], *, small: bool) -> dict[str, Drawing]:
     """Draw the rankings and the explanations of each problem whose pictures were kept."""
-    drawn = {}
+    drawn = dict[str, Drawing]()
     for problem, record in records.items():
+        classes = record["facts"]["classes"]
         cells = {name: cell for name, cell in record["cells"].items() if "pictures" in cell}
         ranked = {name: cells[f"ranked/{fit}"] for fit, name in FITS.items() if f"ranked/{fit}" in cells}
         if ranked:
-            drawn[f"{problem}_ranked"] = ranked_svg(record["title"], ranked, record["facts"]["classes"])
+            drawn[f"{problem}_ranked"] = partial(ranked_svg, record["title"], ranked, classes)
         explained = {
             f"{fit}, {'unit gradients' if way == 'gradient' else 'as they are'}": cells[f"explained/{fit}/{way}"]
             for fit in FITS
@@ -146,5 +149,5 @@ def figures(records: Mapping[str, Record], *, small: bool) -> dict[str, str]:
             if f"explained/{fit}/{way}" in cells
         }
         if explained:
-            drawn[f"{problem}_explained"] = explained_svg(record["title"], explained, record["facts"]["classes"])
+            drawn[f"{problem}_explained"] = partial(explained_svg, record["title"], explained, classes)
     return drawn

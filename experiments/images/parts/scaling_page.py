@@ -1,14 +1,14 @@
 """The page of `experiments.images.scaling`: seconds by model, a line through them, and what offloading costs."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
-from eigentrace.evaluate.curves import round_ticks
 from harness.measure import Cell
+from harness.plot import Drawing, Spot, growth_svg
 from harness.record import Notes, Record, memory, millions, shown, table
 
 CURVATURES: tuple[Literal["hessian", "gauss-newton"], ...] = ("hessian", "gauss-newton")
@@ -16,14 +16,6 @@ PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")
 PAPER = {"vit_l_32": "15 h", "transformer_base": "139 min"}
 """What the paper states for 200 products, on a 4-core TPUv2."""
 TRANSFORMERS = ("vit_b_32", "vit_l_32_half", "vit_l_32")
-Place = Callable[[float, float], tuple[float, float]]
-_COLOURS = ("#0072b2", "#d55e00")
-_STYLE = (
-    "text { font: 13px system-ui, sans-serif; fill: #333 } .name { font-weight: 600 } .grid { stroke: #ddd } "
-    ".axis { stroke: #888 } .line { stroke-width: 1.5; stroke-dasharray: 6 4 } "
-    "@media (prefers-color-scheme: dark) { text { fill: #ddd } .grid { stroke: #444 } }"
-)
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 400, 64, 690, 62, 344
 
 
 def fit_name(kind: str, steps: int) -> str:
@@ -172,59 +164,14 @@ def _offload(record: Record | None, notes: Notes) -> list[str]:
     return ["", "The basis in host memory, as the paper held it (bfloat16, no restarts):", "", *table(headings, rows)]
 
 
-def figures(records: Mapping[str, Record], *, small: bool) -> dict[str, str]:
+def figures(records: Mapping[str, Record], *, small: bool) -> dict[str, Drawing]:
     """Draw seconds against parameters, with the line through all models."""
     found = points(records)
-    return {"seconds": _drawn(found, {name: record["title"] for name, record in records.items()})} if found else {}
-
-
-def _drawn(found: Sequence[Point], titles: Mapping[str, str]) -> str:
-    most, longest = max(p.parameters for p in found) / 1e6, max(p.seconds for p in found)
-    right, top = most * 1.15, longest * 1.15
-
-    def place(across: float, up: float) -> tuple[float, float]:
-        return _LEFT + across / right * (_RIGHT - _LEFT), _BOTTOM - up / top * (_BOTTOM - _TOP)
-
-    parts = [_text(_LEFT, 18, "Seconds of a fit against millions of parameters", "start", "name")]
-    for tick in round_ticks(0, top):
-        height = place(0, tick)[1]
-        parts += [f'<path class="grid" d="M{_LEFT} {height:.1f}H{_RIGHT}"/>']
-        parts += [_text(_LEFT - 8, height + 4, f"{tick:g}", "end")]
-    parts += [_text(place(tick, 0)[0], _BOTTOM + 18, f"{tick:g}", "middle") for tick in round_ticks(0, right)]
-    parts += [f'<path class="axis" d="M{_LEFT} {_BOTTOM}H{_RIGHT}"/>']
-    parts += [_text((_LEFT + _RIGHT) / 2, _BOTTOM + 40, "million parameters", "middle")]
-    for number, (kind, colour) in enumerate(zip(CURVATURES, _COLOURS, strict=True)):
-        own = [point for point in found if point.kind == kind]
-        parts += _series(own, colour, place, right)
-        parts += [f'<circle fill="{colour}" cx="{_LEFT + 6 + 130 * number}" cy="38" r="4"/>']
-        parts += [_text(_LEFT + 16 + 130 * number, 42, kind, "start")]
-    parts += [_text(_LEFT + 276, 42, "hollow: extrapolated; dashed: least squares", "start")]
-    for number, model in enumerate(dict.fromkeys(point.model for point in found)):
-        # Neighbours are named above and below their points in turn, so that names do not meet.
-        above, heights = number % 2 == 0, [p.seconds for p in found if p.model == model]
-        parameters = next(p.parameters for p in found if p.model == model)
-        x, y = place(parameters / 1e6, max(heights) if above else min(heights))
-        # Those below end beneath their point: the next one to the right may lie lower.
-        anchor = "middle" if above and x < _RIGHT - 60 else "end"
-        parts += [_text(x + (0 if above else 6), y - 10 if above else y + 20, titles[model], anchor)]
-    label = "Seconds of a fit against millions of parameters"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
-    return f"{head}<style>{_STYLE}</style>{''.join(parts)}</svg>\n"
-
-
-def _series(own: Sequence[Point], colour: str, place: Place, right: float) -> Iterator[str]:
-    line = straight(own)
-    if line is not None:
-        # From where the line leaves the ground, if it does so to the right of no parameters at all.
-        begin = max(0.0, -line.start / line.rate) if line.rate > 0 else 0.0
-        (x0, y0), (x1, y1) = (place(x, line.start + line.rate * x) for x in (begin, right))
-        yield f'<path class="line" stroke="{colour}" d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}"/>'
-    for point in own:
-        x, y = place(point.parameters / 1e6, point.seconds)
-        inside = colour if point.extrapolated_from is None else "none"
-        yield f'<circle fill="{inside}" stroke="{colour}" stroke-width="2" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
-    style = f' class="{kind}"' if kind else ""
-    return f'<text{style} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    spots: dict[str, list[Spot]] = {}
+    for point in found:
+        place = records[point.model]["title"], point.parameters / 1e6, point.seconds
+        spots.setdefault(point.kind, []).append(Spot(*place, hollow=point.extrapolated_from is not None))
+    lines = {kind: straight([point for point in found if point.kind == kind]) for kind in spots}
+    trends = {kind: (line.start, line.rate) for kind, line in lines.items() if line is not None}
+    title = "Seconds of a fit against millions of parameters"
+    return {"seconds": partial(growth_svg, title, spots, trends, "million parameters", "seconds")} if spots else {}

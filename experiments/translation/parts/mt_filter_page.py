@@ -2,10 +2,8 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
-import numpy as np
-
-from eigentrace.evaluate.curves import Curve, curves_svg
 from experiments.shared.frame import Records
 from experiments.translation.parts.mt_retrieval_page import network_table
 from experiments.translation.parts.network import OUR_WAY, PAPER_WAY
@@ -24,6 +22,7 @@ from experiments.translation.parts.selection import (
     over_seeds,
 )
 from harness.measure import Cell
+from harness.plot import Curve, Drawing, curves_svg
 from harness.record import Notes, Record, shown, table
 
 PAPER = {  # BLEU on newstest2016 after 10,000 and 200,000 steps, by what selects and how many percent
@@ -267,7 +266,7 @@ def makeup_table(cells: dict[str, Cell], names: Sequence[str], notes: Notes) -> 
     return table(("selection", *headings, *(f"{kind}, %" for kind in KINDS)), rows)
 
 
-def figures(records: Records, *, small: bool) -> dict[str, str]:
+def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
     """Draw BLEU after the last step against how much is selected."""
     if "selections" not in records:
         return {}
@@ -278,7 +277,7 @@ def figures(records: Records, *, small: bool) -> dict[str, str]:
 
 def bleu_figures(
     record: Record, rows: dict[str, dict[int, str]], across: str, levels: dict[str, str] | None = None
-) -> dict[str, str]:
+) -> dict[str, Drawing]:
     """Draw BLEU after the last step, for each test set one picture of sums and one of scores per token.
 
     Args:
@@ -287,7 +286,7 @@ def bleu_figures(
         across: What the percents are of.
         levels: Numbers that no percent belongs to, drawn all the way across, by what they are called.
     """
-    last, drawn = max(steps_of(record)), {}
+    last, drawn = max(steps_of(record)), dict[str, Drawing]()
     for name in SETS:
         for per_token in (False, True):
             ways = [way for way in rows if way.endswith(PER_TOKEN) == per_token and way != RANDOM]
@@ -297,7 +296,7 @@ def bleu_figures(
                 found += _level_lines(record["cells"], levels or {}, bleu_key(name, last), found)
                 said = PER_TOKEN if per_token else ""
                 title = f"BLEU on {name} after {last:,} steps, scores{said or ' as they are'}"
-                drawn[name + said.replace(" ", "_")] = curves_svg(title, found, across, "BLEU")
+                drawn[name + said.replace(" ", "_")] = partial(curves_svg, {title: found}, across, "BLEU")
     return drawn
 
 
@@ -308,13 +307,13 @@ def _curve(cells: dict[str, Cell], way: str, rows: dict[int, str], key: str) -> 
     if not any(points):
         return None
     name = way.removesuffix(PER_TOKEN)
-    across, up = np.array(list(points), dtype=float), np.array(list(points.values()))
-    return Curve(name, across, up, is_control=way == RANDOM, colour=None if way == RANDOM else list(SCORES).index(name))
+    colour = None if way == RANDOM else list(SCORES).index(name)
+    return Curve(name, list(points), list(points.values()), is_control=way == RANDOM, colour=colour)
 
 
 def _level_lines(cells: dict[str, Cell], levels: dict[str, str], key: str, beside: Sequence[Curve]) -> list[Curve]:
     """Draw numbers as lines as wide as the curves that they stand beside."""
-    across = np.concatenate([curve.across for curve in beside])
-    ends = np.array([across.min(), across.max()])
+    across = [place for curve in beside for place in curve.across]
+    ends = [min(across), max(across)]
     found = {title: cells.get(row, {}).get(key) for title, row in levels.items()}
-    return [Curve(t, ends, np.full(2, value), is_control=True) for t, value in found.items() if value is not None]
+    return [Curve(t, ends, [value] * 2, is_control=True) for t, value in found.items() if value is not None]

@@ -1,9 +1,11 @@
 """The page of the exchanged translations: tables with the paper's numbers beside ours, and a figure."""
 
+from functools import partial
+
 from experiments.shared.frame import Records
 from experiments.translation.parts.network import ALL, KEEPS, LAST, LAYERS, OUR_WAY, PAPER_WAY
 from harness.measure import Cell
-from harness.plot import Line, panels_svg
+from harness.plot import Curve, Drawing, curves_svg
 from harness.record import Notes, memory, millions, shown, table
 
 PAPER = {  # AUC and AP by layers, method and K
@@ -208,20 +210,20 @@ def _memories(cells: dict[str, Cell], notes: Notes) -> list[str]:
     return table(("scoring", *(f"GiB, {s}" for s in sizes), *(f"pairs/s, {s}" for s in sizes)), rows)
 
 
-def figures(records: Records, *, small: bool) -> dict[str, str]:
+def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
     """Draw AP against K for both selections of layers."""
     cells = records.get("retrieval", {"cells": {}})["cells"]
-    panels = {layers: lines for layers in LAYERS if (lines := _lines(cells, layers))}
-    return {"ap": panels_svg(panels, "K", "AP, %, on a log scale")} if panels else {}
+    panels = {layers: curves for layers in LAYERS if (curves := _curves(cells, layers))}
+    return {"ap": partial(curves_svg, panels, "K", "AP, %, on a log scale", log=True)} if panels else {}
 
 
-def _lines(cells: dict[str, Cell], layers: str) -> list[Line]:
-    lines = []
+def _curves(cells: dict[str, Cell], layers: str) -> list[Curve]:
+    curves = []
     for method, keeps in PER_METHOD.items():
         if method == POSITIVE:
             continue  # next to the paper's line, and there are five colours
         found = {keep: cells.get(cell_name(layers, method, keep), {}).get("ap") for keep in keeps}
-        lines.append(Line(method, {keep: ap for keep, ap in found.items() if ap}))
-    lines = [line for line in lines if line.values]
+        points = {keep: ap for keep, ap in found.items() if ap}
+        curves += [Curve(method, list(points), list(points.values()))] if points else []
     level = cells.get("loss", {}).get("ap")
-    return [*lines, Line("loss", level=level)] if lines and level else lines
+    return [*curves, Curve("loss", level=level, is_control=True)] if curves and level else curves
