@@ -1,1 +1,1 @@
-"""What a method returns: features, scores, and how they are saved."""
+"""The fits that methods return: their scores, features and files."""

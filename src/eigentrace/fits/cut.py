@@ -1,4 +1,4 @@
-"""Which eigenpairs a score uses and what stands for the others; without torch, so that a page can read it quickly."""
+"""Which eigenpairs a score uses, and its tail. This module does not import torch, so that the page loads it fast."""
 
 import math
 from collections.abc import Sequence
@@ -11,35 +11,35 @@ from eigentrace.settings import check_counts
 
 Tail = float | Literal["auto", "shaped"] | None
 
-# An automatic δ never falls below this share of λ₁: beyond it 1/δ amplifies rounding more than it adds signal.
+# Minimum of an automatic δ, relative to λ₁: with a smaller one, 1/δ amplifies rounding errors more than the signal.
 DELTA_FLOOR = 1e-4
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Which of the kept directions a score uses, and what stands for the others."""
+    """Which of the kept directions a score uses, and its tail for the others."""
 
     keep: int
     tail: Tail
     positive_only: bool
     delta: float | None = None
-    """δ of a shaped tail, if it is not to choose itself."""
+    """δ of a shaped tail; None to choose it automatically."""
     stored: bool = False
-    """Score by features alone: the tail counts where the stored coordinates see it."""
+    """Whether to score by features alone, with the tail restricted to the stored coordinates."""
     coordinates: int | None = None
-    """How many of the coordinates at hand are used; all of them if None."""
+    """Number of available coordinates to use; all if None."""
 
     def __post_init__(self) -> None:
         check_counts(1, keep=self.keep)
         if self.delta is not None:
             if self.tail != "shaped":
                 raise InputError(
-                    f"delta belongs to tail='shaped', and tail is {self.tail!r}: give δ itself as the tail."
+                    f"delta={self.delta!r} is only used with tail='shaped', got tail={self.tail!r}: pass δ as the tail."
                 )
             _check_delta(self.delta, "delta")
         if self.tail is None and self.stored:
             raise InputError(
-                "tail=None keeps no tail, so its K features are all there is to store: use them as they are."
+                "stored=True needs a tail, got tail=None: without one, scores already follow from the K features."
             )
         if self.tail is not None and self.tail not in ("auto", "shaped"):
             _check_delta(self.tail, "tail")
@@ -50,16 +50,18 @@ def _check_delta(delta: Any, name: str) -> None:
         expected = "'auto', 'shaped', None or a positive number" if name == "tail" else "a positive number"
         raise InputError(f"{name} must be {expected}, got {delta!r}.")
     if not 0 < float(delta) < math.inf:
-        raise InputError(f"{name} is δ, a positive number in units of the eigenvalues, got {delta}.")
+        raise InputError(
+            f"{name} is δ, in units of the eigenvalues, and must be a positive finite number, got {delta}."
+        )
 
 
 def delta_of(cut: Cut, sizes: Sequence[float]) -> float | None:
-    """Return δ, the curvature that stands for all directions a cut does not keep; None without a tail.
+    """Return δ, the eigenvalue assumed for all directions that a cut does not keep; None without a tail.
 
     Args:
         cut: The cut.
-        sizes: |λ| of all eigenpairs of the fit, falling. Unless δ is given it is the smallest that the cut keeps, with
-            a floor relative to the largest.
+        sizes: |λ| of all eigenpairs of the fit, descending. By default δ is the smallest one kept by the cut, but at
+            least a fixed share of the largest.
     """
     if cut.tail is None:
         return None

@@ -1,4 +1,4 @@
-"""Fits by eigenpairs of the curvature: any cut of them, with or without a tail."""
+"""Fits by eigenpairs of the curvature, cut to any number, with or without a tail."""
 
 import warnings
 from dataclasses import dataclass, field, replace
@@ -29,16 +29,16 @@ Same = Literal["same"]
 
 @dataclass(frozen=True)
 class EigenFit(ProjectedFit):
-    """A cut of the curvature's eigenpairs. Store, search and reports need not know which method found them."""
+    """A fit that scores by a cut of the eigenpairs of the curvature, from any method that computes them."""
 
     task: Task
     eigenpairs: Eigenpairs
-    """All those of the fit, of which the cut uses some."""
+    """All eigenpairs of the fit; the cut uses some of them."""
     cut: Cut
     method: dict[str, Any]
     num_train: int
     coordinates: Coordinates | None = None
-    """What stands for the tail in stored features and gives a shaped tail its shape; see `with_coordinates`."""
+    """Represent the tail in stored features, and define a shaped tail; see `with_coordinates`."""
     has_curvature: bool = True
     blocks: tuple[Block, ...] = field(init=False, repr=False)
 
@@ -47,12 +47,12 @@ class EigenFit(ProjectedFit):
 
     @property
     def can(self) -> Capabilities:
-        """Answer every question there is."""
+        """All capabilities."""
         return Capabilities(influence=True, features=True, save=True, spectrum=True, distill=True, unit_gradients=True)
 
     @property
     def delta(self) -> float | None:
-        """δ, what stands for the curvature of the directions that were not kept; None without a tail."""
+        """δ, the eigenvalue assumed for the directions not kept; None without a tail."""
         return delta_of(self.cut, self.eigenpairs.spectrum.eigenvalues.abs().tolist())
 
     def record(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class EigenFit(ProjectedFit):
         return dict(self.method) | {"cut": {name: plain(value) for name, value in vars(self.cut).items()}}
 
     def _kept(self) -> Tensor:  # (k,)
-        """Tell which of the eigenpairs are in use."""
+        """Return the indices of the eigenpairs in use."""
         return kept_index(self.eigenpairs.spectrum.eigenvalues, self.cut)
 
     def _spectrum(self) -> Spectrum:
@@ -72,7 +72,8 @@ class EigenFit(ProjectedFit):
         available = len(self.eigenpairs.spectrum.eigenvalues)
         if keep is not None and keep > available:
             raise InputError(
-                f"This fit holds {available} directions, so keep={keep} is too many. Fit with a larger `keep`."
+                f"keep={keep} is too large: this fit has {available} directions. Use at most {available}, or fit again "
+                "with a larger `keep`."
             )
         tail_now = self.cut.tail if tail == "same" else tail
         cut = replace(
@@ -86,13 +87,13 @@ class EigenFit(ProjectedFit):
         return replace(self, cut=cut)
 
     def _block(self) -> Block:
-        """Make the one block of the cut."""
+        """Return the block of weighted directions of the cut."""
         eigenvalues, used, index = self.eigenpairs.spectrum.eigenvalues, self._used(), self._kept()
         weights = weigh(eigenvalues, self.cut, None if used is None else used.residual(index))
         if not self.cut.stored:
-            self._warn_of_small_delta(weights)
+            self._warn_if_delta_is_small(weights)
         directions, count = self.eigenpairs.directions, len(index)
-        # The leading directions are a view; only dropping some in between costs a copy.
+        # A slice of leading directions is a view; only an index with gaps needs a copy.
         leading = count == 0 or int(index[-1]) == count - 1
         kept = DenseDirections(
             directions[:count] if leading else directions[index.to(directions.device)], self.task.layout
@@ -104,25 +105,25 @@ class EigenFit(ProjectedFit):
         return Block(StackedDirections((kept, used.directions)), every, weights.identity, overlap=overlap)
 
     def _used(self) -> Coordinates | None:
-        """Pick the coordinates that the cut scores by, if it does by any."""
+        """Return the coordinates that the cut uses; None if it uses none."""
         if not (self.cut.stored or self.cut.tail == "shaped"):
             return None
         if self.coordinates is None:
             raise InputError(
-                "This fit holds no coordinates of its tail yet, and a stored or shaped tail needs them: use "
-                "fitted.with_coordinates(data), or fit with Arnoldi(coordinates=...)."
+                "This fit has no coordinates of its tail, and a stored or shaped tail needs them: call "
+                "fitted.with_coordinates(data) first, or fit with Arnoldi(coordinates=...)."
             )
         return self.coordinates.first(self.cut.coordinates)
 
     def with_coordinates(
         self, data: Any, coordinates: float = 1024, *, sample: int | None = None, compute: Compute | None = None
     ) -> Self:
-        """Return the same fit with coordinates that stand for its tail, chosen over a sample; scores stay as they are.
+        """Return the same fit with coordinates that represent its tail, selected on a sample; scores do not change.
 
         Args:
             data: The training examples.
-            coordinates: R, how many; or, as a fraction, which share of the tail's energy they should hold.
-            sample: Examples they are chosen on; as many, and the same ones, as the fit took its curvature on if None.
+            coordinates: Their number R (int), or the share of the tail's energy to capture (float).
+            sample: Number of examples to select them on; None for the curvature sample of the fit.
             compute: Precision, memory and batch size of the passes.
         """
         check_wanted(coordinates)
@@ -138,12 +139,12 @@ class EigenFit(ProjectedFit):
         return replace(self, coordinates=found, cut=replace(self.cut, coordinates=None))
 
     def stored(self, data: Any = None, coordinates: float | None = None, *, compute: Compute | None = None) -> Self:
-        """Return the fit that scores by features alone: K + R numbers per example stand for its gradient.
+        """Return the fit that scores by features alone: K + R numbers represent the gradient of an example.
 
         Args:
-            data: The training examples, to choose coordinates on (1024 if not told); not needed by a fit that holds
+            data: The training examples, on which coordinates are selected (1024 by default); not needed if the fit has
                 coordinates already.
-            coordinates: R, or the share of the tail's energy to hold; all coordinates at hand if None.
+            coordinates: R, or the share of the tail's energy to capture; None for all available coordinates.
             compute: Precision, memory and batch size of the passes.
         """
         if coordinates is not None:
@@ -151,10 +152,11 @@ class EigenFit(ProjectedFit):
         fit = self
         if data is not None:
             fit = self.with_coordinates(data, 1024 if coordinates is None else coordinates, compute=compute)
-        held = 0 if fit.coordinates is None else fit.coordinates.count
-        if isinstance(coordinates, Integral) and data is None and 0 < held < coordinates:
+        available = 0 if fit.coordinates is None else fit.coordinates.count
+        if isinstance(coordinates, Integral) and data is None and 0 < available < coordinates:
             raise InputError(
-                f"This fit holds {held} coordinates, so {coordinates} are too many: give data to find more."
+                f"coordinates={coordinates} is too large: this fit has {available} coordinates. Use at most that many, "
+                "or pass data to select more."
             )
         count = None
         if coordinates is not None and fit.coordinates is not None:
@@ -162,23 +164,24 @@ class EigenFit(ProjectedFit):
         return replace(fit, cut=replace(fit.cut, stored=True, coordinates=count))
 
     def unstored(self) -> Self:
-        """Return the fit with its whole tail again, which needs the gradients of queries and examples."""
+        """Return the fit with its full tail, which needs the gradients of queries and examples."""
         return replace(self, cut=replace(self.cut, stored=False, coordinates=None))
 
-    def _warn_of_small_delta(self, weights: Weights) -> None:
+    def _warn_if_delta_is_small(self, weights: Weights) -> None:
         largest = float(self.eigenpairs.spectrum.eigenvalues[0].abs())
         single = self.task.layout.dtype == torch.float32
         if single and weights.delta is not None and weights.delta < 0.99 * DELTA_FLOOR * largest:
             warnings.warn(
-                f"tail={weights.delta:.3g} is below {DELTA_FLOOR:g} of the largest eigenvalue ({largest:.3g}): scores "
-                "in float32 become differences of much larger numbers. Use a larger δ, 'auto', or a float64 model.",
+                f"tail={weights.delta:.3g} is below {DELTA_FLOOR:g} of the largest eigenvalue ({largest:.3g}): in "
+                "float32, scores suffer from cancellation of much larger numbers. Use a larger δ, 'auto', or a float64 "
+                "model.",
                 PrecisionWarning,
                 stacklevel=3,
             )
 
     @property
     def captured(self) -> float | None:
-        """Share of the tail's energy, over the curvature sample, that the coordinates in use hold; None without any."""
+        """Share of the tail's energy on the curvature sample that the coordinates in use capture; None without any."""
         if (used := self._used()) is None:
             return None
         index = self._kept()
@@ -193,12 +196,12 @@ class EigenFit(ProjectedFit):
             return self.blocks
         whole = replace(self, cut=replace(self.cut, stored=False)).blocks[0]
         missing = len(self.blocks[0].weights) - len(whole.weights)
-        # A flat tail that is not stored has no use for the coordinates.
+        # A flat tail that is not stored does not use the coordinates: their weights are zero.
         weights = torch.cat([whole.weights, torch.zeros(missing, dtype=torch.float64, device="cpu")])
         return (replace(whole, weights=weights),)
 
     def recut_features(self, features: Tensor, source: "EigenFit") -> Tensor:  # (N, K'+R) -> (N, K+R)
-        """Turn features stored with a larger cut of this fit into this one's: dropped directions join the tail."""
+        """Convert features of a larger cut of this fit into those of this cut, with dropped directions in the tail."""
         return recut(self.blocks[0], self._kept(), features, source.blocks[0], source._kept())
 
     def _manifest(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Several fits as one: checkpoints of a training, or trainings from several seeds."""
+"""Ensembles of fits: over checkpoints of one training, or trainings with several seeds."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,25 +24,27 @@ ENSEMBLE = "ensemble"
 
 @dataclass(frozen=True)
 class Ensemble(Fitted):
-    """The mean of several fits' scores: fits at checkpoints of one training, of several seeds, or of several models.
+    """A fit whose scores are the mean over several fits, of checkpoints, seeds or models.
 
-    Members may have different tasks, over the same examples in the same order. Averaging takes away what is chance in
-    one training: it is the surest way to better scores, at the price of one pass per member.
+    Members may have different tasks, on the same examples in the same order. Averaging removes random variation between
+    trainings: it is the most reliable way to improve scores, at the cost of one pass per member.
     """
 
     members: Sequence[Fitted]
     states: tuple[Checkpoint, ...] | None = None
-    """Where the members were fitted, if `Ensemble.fit` did it: saved with them, so that one task reads all back."""
+    """The checkpoints of members fitted by `Ensemble.fit`: saved with them, so that loading needs only one task."""
 
     def __post_init__(self) -> None:
         members = tuple(self.members) if isinstance(self.members, Sequence) else ()
         if not members or not all(isinstance(member, Fitted) for member in members):
-            raise InputError(f"Ensemble takes a list of at least one fit, got {self.members!r}.")
+            raise InputError(
+                f"Ensemble takes a list of at least one fit, got {self.members!r}. Pass fits, as of Arnoldi().fit."
+            )
         sizes = sorted({member.num_train for member in members})
         if len(sizes) > 1:
             raise InputError(
                 f"The members of an ensemble must agree on the number of training examples, got {sizes}. Fit them on "
-                "the same data, or give each the same num_train."
+                "the same data, or pass the same num_train to each."
             )
         object.__setattr__(self, "members", members)
 
@@ -58,16 +60,20 @@ class Ensemble(Fitted):
         """Fit one method at several checkpoints of the same model.
 
         Args:
-            method: The settings, such as `eigentrace.Arnoldi()`.
+            method: The method, such as `eigentrace.Arnoldi()`.
             task: The model and its loss.
-            data: Training examples, as for `Method.fit`.
-            checkpoints: State dicts, files, Hugging Face or Lightning folders.
+            data: The training examples, as for `Method.fit`.
+            checkpoints: State dicts, files, or folders of Hugging Face or Lightning.
             num_train: N, the size of the training set, if `data` is only part of it.
         """
         if not isinstance(task, Task):
-            raise InputError(f"Ensemble.fit takes a method, then a Task, got {type(task).__name__}.")
+            raise InputError(
+                f"Ensemble.fit takes a method, then a Task, got {type(task).__name__} as its second argument."
+            )
         if getattr(method, "checkpoints", None) is not None:
-            raise InputError(f"{type(method).__name__} has checkpoints of its own: leave them out, or fit it alone.")
+            raise InputError(
+                f"{type(method).__name__} already has checkpoints: remove them from the method, or call its own fit."
+            )
         data, states = as_data(data), find_checkpoints(checkpoints)
         found = track(states, "Fitting at checkpoints", len(states))
         members = [method.fit(task.at(state.load()), data, num_train=num_train) for state in found]
@@ -80,49 +86,49 @@ class Ensemble(Fitted):
 
     @property
     def num_train(self) -> int:  # type: ignore[override]
-        """N, on which all members agree."""
+        """The number of training examples N, equal for all members."""
         return self.members[0].num_train
 
     @property
     def has_curvature(self) -> bool:  # type: ignore[override]
-        """Tell whether all members have curvature, so that the mean of their scores has a unit."""
+        """Whether all members have curvature, so that the mean of their scores has a unit."""
         return all(member.has_curvature for member in self.members)
 
     @property
     def method(self) -> dict[str, Any]:  # type: ignore[override]
-        """The settings of the members, for the record."""
+        """The settings of the members."""
         return {"name": "Ensemble", "members": [member.method for member in self.members]}
 
     @property
     def can(self) -> Capabilities:
-        """Do what all members can; spectra they have one by one."""
+        """The capabilities that all members share, except for spectra, which belong to single members."""
         of_members = [dataclasses.asdict(member.can) for member in self.members]
         shared = {name: all(can[name] for can in of_members) for name in of_members[0]}
         return Capabilities(**shared | {"spectrum": False})
 
     @property
     def positive_metric(self) -> bool:
-        """Tell whether every member's self-influence is positive by construction."""
+        """Whether every member's self-influence is positive by construction."""
         return all(member.positive_metric for member in self.members)
 
     @property
     def weights(self) -> Tensor:  # (K,)
-        """One weight per column of `features`: the members' own, divided by their number."""
+        """One weight per column of `features`: the weights of the members, divided by their number."""
         self._require("features")
         return torch.cat([term.block.weights * term.share for term in self.terms()])
 
     def terms(self) -> tuple[Term, ...]:
-        """Return the terms of all members, with equal shares; none unless all members have some."""
+        """Return the terms of all members, with equal shares; none if any member has none."""
         found = [member.terms() for member in self.members]
         share = 1 / len(found)
         return tuple(replace(t, share=t.share * share) for terms in found for t in terms) if all(found) else ()
 
     def parts(self) -> dict[str, Fitted]:
-        """Return the members."""
+        """Return the members by directory name."""
         return {member_folder(number): member for number, member in enumerate(self.members)}
 
     def unstored(self) -> Self:
-        """Return the mean of the members' scores by whole gradients."""
+        """Return the ensemble of the members that score by whole gradients."""
         return replace(self, members=tuple(member.unstored() for member in self.members))
 
     def _distilled(self, keep: int | None, tail: Any, positive_only: bool | None, delta: float | None) -> Self:

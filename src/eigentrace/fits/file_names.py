@@ -1,19 +1,19 @@
-"""Names of the files of a saved fit, for whoever looks into one without torch."""
+"""File names of a saved fit, in a module that does not import torch."""
 
 EIGENPAIRS = "eigenpairs.safetensors"
 COORDINATES = "coordinates.safetensors"
 
 
 def block_file(number: int) -> str:
-    """Name the file of one of several blocks."""
+    """Return the name of the file of a block."""
     return f"block-{number}.safetensors"
 
 
 def member_folder(number: int) -> str:
-    """Name the directory of a member of an ensemble."""
+    """Return the name of the directory of an ensemble member."""
     return f"member-{number}"
 
 
 def state_file(number: int) -> str:
-    """Name the file of the parameters that a member of an ensemble was fitted at."""
+    """Return the name of the file with the parameters at which an ensemble member was fitted."""
     return f"state-{number}.safetensors"

@@ -294,7 +294,7 @@ class Fitted(ABC):
             self._require("unit_gradients")
         if unit == "nats" and normalize is not None:
             raise InputError(
-                f"unit='nats' cannot be combined with normalize={normalize!r}, whose scores have no unit: use unit=None."
+                f"unit='nats' cannot be combined with normalize={normalize!r}: such scores have no unit. Use unit=None."
             )
         if normalize == "metric" and not self.positive_metric:
             raise NumericalError(

@@ -1,7 +1,7 @@
-"""The Kronecker eigenbasis of each parameter's gradient, and how much gradient energy lies along its coordinates.
+"""The Kronecker eigenbasis of each parameter's gradient, and the gradient energy along each of its coordinates.
 
-A matrix's gradient is Σₜ leftₜ ⊗ rightₜ. Turned into the eigenbases of Σ left leftᵀ and Σ right rightᵀ, most of its
-energy falls on few coordinates: the ones worth storing. What has no such form keeps its natural basis.
+The gradient of a matrix is Σₜ leftₜ ⊗ rightₜ. Rotated into the eigenbases of Σ left leftᵀ and Σ right rightᵀ, most of
+its energy is in a few coordinates, which are worth storing. Parameters without this form keep the standard basis.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,19 +23,19 @@ from eigentrace.projection.layerwise import narrowed
 from eigentrace.task.layout import Layout
 from eigentrace.task.task import Task
 
-# Sides wider than this (a vocabulary) stay as they are: a covariance of 8192² numbers is the most that is diagonalised.
+# Wider sides (a vocabulary) keep the standard basis: 8192 × 8192 is the largest covariance that is diagonalised.
 WIDEST_SIDE = 8192
-# Leading eigenvectors of a side that are looked at: what lies beyond carries next to no energy, and takes memory.
+# Maximum number of leading eigenvectors per side: the others have very little energy and need memory.
 _MOST_COLUMNS = 1024
-# Tokens of an example that a covariance is taken on, evenly spaced: neighbouring ones tell the same.
+# Maximum number of evenly spaced tokens per example in a covariance: neighbouring tokens are similar.
 _MOST_TOKENS = 64
 
-Bases = dict[str, tuple[Tensor | None, Tensor | None]]  # {name: (L, r), (R, s)}; None for the natural basis
+Bases = dict[str, tuple[Tensor | None, Tensor | None]]  # {name: (L, r), (R, s)}; None for the standard basis
 
 
 @dataclass
 class _Covariances:
-    """Σ left leftᵀ and Σ right rightᵀ of every parameter whose gradients come as outer products."""
+    """Σ left leftᵀ and Σ right rightᵀ of every parameter whose gradients are sums of outer products."""
 
     layout: Layout
     budget: int
@@ -44,17 +44,17 @@ class _Covariances:
     sides: dict[str, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)  # (g, l, l), (1, r, r)
 
     def receive(self, name: str, form: LayerGradients) -> None:
-        """Add the products of one use's factors."""
+        """Add the products of the factors of one use."""
         if not isinstance(form, Outer) or not form.left.tokens or not form.numel:
             return
         if (form.groups * form.left.width, form.right.width) != matrix_shape(self.layout, name):
             return
         found = self._products(form.left, form.groups), self._products(form.right, form.groups)
         found = found[0], None if found[1] is None else found[1].sum(dim=0, keepdim=True)
-        self.sides[name] = _both(self.sides[name], found) if name in self.sides else found
+        self.sides[name] = _added(self.sides[name], found) if name in self.sides else found
 
     def finish(self) -> None:
-        """Nothing waits."""
+        """Do nothing: every gradient was added when it was received."""
 
     def _products(self, factor: Factor, groups: int) -> Tensor | None:  # (g, width, width)
         if isinstance(factor, OneHot) or groups * factor.width > WIDEST_SIDE:
@@ -70,33 +70,33 @@ class _Covariances:
         return total
 
 
-def _both(
-    ours: tuple[Tensor | None, Tensor | None], theirs: tuple[Tensor | None, Tensor | None]
+def _added(
+    first: tuple[Tensor | None, Tensor | None], second: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Add covariances side by side; a side that is natural once is natural for good."""
-    pairs = zip(ours, theirs, strict=True)
+    """Add the covariances of each side; a side without one in either argument keeps the standard basis."""
+    pairs = zip(first, second, strict=True)
     left, right = (None if a is None or b is None or a.shape != b.shape else a + b for a, b in pairs)
     return left, right
 
 
 def eigenbases(task: Task, data: Data, compute: Compute) -> Bases:
-    """Diagonalise the covariances of both sides of every matrix over the data; all else keeps its natural basis."""
+    """Return the eigenvectors of the covariances of both sides of every matrix, summed over the data."""
     layout = task.layout
     totals: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-    natural: set[str] = set()
+    standard: set[str] = set()
     job = Job.of(task, "losses", compute=compute)
     job = replace(job, gather=partial(_Covariances, layout, job.budget))
     for _, found in project(job, data, "Covariances"):
-        natural |= _without_forms(found, layout)
+        standard |= _without_rule(found, layout)
         for gather in found.gathered:
             for name, sides in gather.sides.items():  # type: ignore[attr-defined]
-                totals[name] = _both(totals[name], sides) if name in totals else sides
-    ruled = {name: sides for name, sides in totals.items() if name not in natural}
-    return {name: tuple(map(_eigenvectors, sides)) for name, sides in ruled.items()}  # type: ignore[misc]
+                totals[name] = _added(totals[name], sides) if name in totals else sides
+    diagonalised = {name: sides for name, sides in totals.items() if name not in standard}
+    return {name: tuple(map(_eigenvectors, sides)) for name, sides in diagonalised.items()}  # type: ignore[misc]
 
 
-def _without_forms(found: Projection, layout: Layout) -> set[str]:
-    """Name the parameters whose gradients another engine took."""
+def _without_rule(found: Projection, layout: Layout) -> set[str]:
+    """Return the names of the parameters that the layerwise engine left to another engine."""
     if not found.gathered:
         return set(layout.names)
     return {name for gather in found.gathered for name in gather.skipped}  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def _eigenvectors(covariances: Tensor | None) -> Tensor | None:  # (g, width, wi
     try:
         vectors = torch.linalg.eigh(covariances).eigenvectors
     except torch.linalg.LinAlgError:
-        # Inputs that are always zero give as many equal eigenvalues, at which float32 gives up on some processors.
+        # Inputs that are always zero give repeated eigenvalues, for which float32 fails to converge on some processors.
         vectors = torch.linalg.eigh(covariances.double()).eigenvectors.to(covariances.dtype)
     basis = torch.block_diag(*vectors.flip(-1)[..., :each])
     return with_fixed_signs(basis.T.contiguous()).T.contiguous()
@@ -117,7 +117,7 @@ def _eigenvectors(covariances: Tensor | None) -> Tensor | None:  # (g, width, wi
 
 @dataclass
 class _Energies:
-    """Sums over examples of the squared coordinates of every parameter that has a layer rule."""
+    """Sums over examples of the squared coordinates of every parameter with a layer rule."""
 
     bases: Bases
     layout: Layout
@@ -128,18 +128,18 @@ class _Energies:
     waiting: dict[str, list[LayerGradients]] = field(default_factory=dict)
 
     def receive(self, name: str, form: LayerGradients) -> None:
-        """Square the gradients of a parameter once all of its uses have come by: they add up first."""
-        together = self.waiting.setdefault(name, [])
-        together.append(form)
-        if len(together) == self.uses[name]:
-            self._settle(name)
+        """Add the squared coordinates of a parameter once the gradients of all of its uses are there to be summed."""
+        forms = self.waiting.setdefault(name, [])
+        forms.append(form)
+        if len(forms) == self.uses[name]:
+            self._add_squares(name)
 
     def finish(self) -> None:
-        """Take what never got all the gradients it was waiting for."""
+        """Add the squared coordinates of parameters that received fewer gradients than planned."""
         for name in list(self.waiting):
-            self._settle(name)
+            self._add_squares(name)
 
-    def _settle(self, name: str) -> None:
+    def _add_squares(self, name: str) -> None:
         forms = self.waiting.pop(name)
         left, right = self.bases.get(name, (None, None))
         shape = matrix_shape(self.layout, name)
@@ -151,20 +151,20 @@ class _Energies:
             if isinstance(form.left, OneHot) and left is None:
                 self.sums[name] = _of_lookup(form, right)
                 return
-        # Factors, what they are turned into, and the product of both; a lookup is written out as whole numbers.
+        # Memory of the factors, the rotated factors, and their product; a lookup becomes a dense integer tensor.
         tokens = max((form.left.tokens for form in forms if isinstance(form, Outer)), default=0)
         each = 16 * (shape[0] * shape[1] + tokens * (shape[0] + shape[1]))
         at_once = max(1, self.budget // max(each, 1))
         total: Tensor | None = None
         for start in range(0, forms[0].examples, at_once):
             stop = min(start + at_once, forms[0].examples)
-            turned = sum(_turned(form, left, right, shape, start, stop) for form in forms)
-            squares = turned.square().sum(dim=0)  # type: ignore[union-attr]
+            rotated_gradients = sum(_rotated_gradients(form, left, right, shape, start, stop) for form in forms)
+            squares = rotated_gradients.square().sum(dim=0)  # type: ignore[union-attr]
             total = squares if total is None else total + squares
         self.sums[name] = total  # type: ignore[assignment]
 
     def _of_one_token(self, form: Outer, left: Tensor | None, right: Tensor | None) -> Tensor:
-        """(a ⊗ b)² is a² ⊗ b²: one product of matrices for the whole batch."""
+        """Sum (a ⊗ b)² = a² ⊗ b² over the batch by one matrix product."""
         a, b = (
             wide(rotated(f, u).take(0, form.examples)[:, 0, 0]) for f, u in ((form.left, left), (form.right, right))
         )
@@ -172,7 +172,7 @@ class _Energies:
 
 
 def _of_lookup(form: Outer, right: Tensor | None) -> Tensor:  # (V, s)
-    """Add the tokens of an example that look the same row up, square, and add to the row's energies."""
+    """Sum squares per entry of a lookup table, after adding the tokens of an example that share an entry."""
     index, width = form.left.index, form.left.width  # type: ignore[attr-defined]
     b = wide(rotated(form.right, right).take(0, form.examples)[:, 0])  # (B, T, s)
     keys = torch.arange(len(index), device=index.device)[:, None] * width + index
@@ -181,22 +181,22 @@ def _of_lookup(form: Outer, right: Tensor | None) -> Tensor:  # (V, s)
     return b.new_zeros(width, b.shape[-1]).index_add_(0, keys % width, sums.square())
 
 
-def _turned(
+def _rotated_gradients(
     form: LayerGradients, left: Tensor | None, right: Tensor | None, shape: tuple[int, int], start: int, stop: int
 ) -> Tensor:  # (n, r, s)
     if isinstance(form, Outer) and form.groups == 1:
         sides = rotated(form.left, left, start, stop), rotated(form.right, right, start, stop)
         a, b = (wide(side.take(0, stop - start)[:, 0]) for side in sides)
-        dtype = torch.promote_types(a.dtype, b.dtype)  # a lookup is written out in whole numbers
+        dtype = torch.promote_types(a.dtype, b.dtype)  # a dense lookup is an integer tensor
         return a.to(dtype).transpose(1, 2) @ b.to(dtype)
-    turned = wide(form.write(start, stop)).unflatten(1, shape)
-    turned = turned if left is None else left.to(turned.dtype).T @ turned
-    return turned if right is None else turned @ right.to(turned.dtype)
+    dense = wide(form.write(start, stop)).unflatten(1, shape)
+    dense = dense if left is None else left.to(dense.dtype).T @ dense
+    return dense if right is None else dense @ right.to(dense.dtype)
 
 
 @dataclass(frozen=True)
 class Energies:
-    """Σ over examples of every coordinate's square, and the kept features' second moments over the same examples."""
+    """Sums of squared coordinates over examples, and second moments of the kept features over the same examples."""
 
     bases: Bases
     sums: Mapping[str, Tensor]  # {name: (r, s)}
@@ -204,7 +204,10 @@ class Energies:
 
 
 def energies(task: Task, data: Data, bases: Bases, kept: DenseDirections, compute: Compute) -> Energies:
-    """Measure the energy along each coordinate of the bases, and along the kept directions, in one pass."""
+    """Sum squared per-example gradients per coordinate, and the moments of the kept features, in one pass.
+
+    Without bases, the sums are N × the diagonal empirical Fisher.
+    """
     layout = task.layout
     job = Job.of(task, "losses", kept, compute=compute)
     job = replace(job, gather=partial(_Energies, bases, layout, job.budget))
@@ -212,7 +215,7 @@ def energies(task: Task, data: Data, bases: Bases, kept: DenseDirections, comput
     missing: set[str] = set()
     moments = torch.zeros(kept.count, kept.count, dtype=torch.float64, device=layout.device)
     for _, found in project(job, data, "Energies"):
-        missing |= _without_forms(found, layout)
+        missing |= _without_rule(found, layout)
         _add(sums, found.gathered)
         phi = found.features.double()
         moments += phi.T @ phi
@@ -240,32 +243,32 @@ def _add(sums: dict[str, Tensor], gathered: Iterable[Gather]) -> None:
 def estimates(found: Energies, directions: DenseDirections, kept: Tensor) -> dict[str, Tensor]:  # {name: (r, s)}
     """Estimate each coordinate's energy without the kept directions: Σ (u·g)² − cᵀ(Σ φφᵀ)c with c = G·u.
 
-    That is exact where what is left of a coordinate does not correlate with the kept features.
+    This is exact if the remainder of a coordinate is uncorrelated with the kept features.
     """
     layout, chosen = directions.layout, kept.to(found.moments.device)
     values, vectors = torch.linalg.eigh(found.moments[chosen][:, chosen])
-    scaled = (vectors * values.clamp_min(0).sqrt()).T.to(layout.dtype)  # √ψⱼ·vⱼ: mixed by them, φ do not correlate
+    scaled = (vectors * values.clamp_min(0).sqrt()).T.to(layout.dtype)  # √ψⱼ·vⱼ, which decorrelate φ
     result = {}
     for name, sums in found.sums.items():
         total = sums.to(layout.dtype).clone()
         columns = directions.matrix[:, layout.span(name)][kept.to(directions.matrix.device)]
         left, right = found.bases.get(name, (None, None))
         for mixed in (scaled @ columns.to(scaled)).unflatten(1, matrix_shape(layout, name)):
-            turned = mixed if left is None else left.to(mixed.dtype).T @ mixed
-            turned = turned if right is None else turned @ right.to(mixed.dtype)
-            total -= turned.square()
+            rotated_mix = mixed if left is None else left.to(mixed.dtype).T @ mixed
+            rotated_mix = rotated_mix if right is None else rotated_mix @ right.to(mixed.dtype)
+            total -= rotated_mix.square()
         result[name] = total.clamp_min_(0)
     return result
 
 
 def leading(found: Energies, directions: DenseDirections, kept: Tensor, count: int) -> RotatedDirections:
-    """Name `count` coordinates that may hold the most energy once the kept directions are taken out, as directions.
+    """Return `count` candidate coordinates with the most energy outside the kept directions, as directions.
 
-    Half of them by the estimate; where that fails, the whole energy is the safer guide to the other half.
+    Half of them are selected by the estimated energy and half by the total energy, in case the estimate is wrong.
     """
-    left_over = estimates(found, directions, kept)
+    remaining = estimates(found, directions, kept)
     names = [name for name in directions.layout.names if name in found.sums]
-    flat = [torch.cat([values[name].flatten() for name in names]) for values in (left_over, found.sums)]
+    flat = [torch.cat([values[name].flatten() for name in names]) for values in (remaining, found.sums)]
     chosen = _highest(flat[0], flat[1], count)
     rotations, offset = {}, 0
     for name in names:
@@ -279,7 +282,7 @@ def leading(found: Energies, directions: DenseDirections, kept: Tensor, count: i
 
 
 def _highest(first: Tensor, second: Tensor, count: int) -> Tensor:  # (n,), (n,) -> (count,) ascending
-    """Take the highest of one list of numbers, and fill up with the highest of the other."""
+    """Return the indices of the highest values, half by the first ranking, the rest by the second."""
     count = min(count, len(second))
     leaders = first.topk(-(-count // 2)).indices
     rest = second.clone()

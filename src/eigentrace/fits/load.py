@@ -1,4 +1,4 @@
-"""Read saved fits back for the tasks that they were made with."""
+"""Load saved fits for the tasks that they were made with."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +20,11 @@ from eigentrace.task.task import Task
 
 
 def load(path: str | Path, task: Task | Sequence[Task]) -> Fitted:
-    """Read a saved fit, or an ensemble of them, back for the task it was made with.
+    """Load a saved fit or ensemble for the task that it was made with.
 
     Args:
-        path: What `save` wrote.
-        task: The same model and selection. For an ensemble of fits made one by one, their tasks in order.
+        path: The directory written by `save`.
+        task: The task, with the same model and parameters. For an ensemble of separate fits, their tasks in order.
     """
     path = Path(path)
     return _load_ensemble(path, task) if (path / member_folder(0)).is_dir() else _load_directions(path, task)
@@ -38,21 +38,26 @@ def _load_ensemble(path: Path, task: Task | Sequence[Task]) -> Ensemble:
         raise MismatchError(f"{path} is incomplete or was edited ({error!r}). Save the ensemble again.") from None
     if has_states:
         if not isinstance(task, Task):
-            raise InputError("This ensemble holds checkpoints of one model: give the one Task it was made with.")
+            raise InputError(
+                f"This ensemble contains checkpoints of one model: pass the Task it was made with, got "
+                f"{type(task).__name__}."
+            )
         states = [Checkpoint(read_tensors(path / state_file(number))) for number in range(count)]
         tasks = [task.at(state.load()) for state in states]
     else:
         tasks = [task] * count if isinstance(task, Task) else list(task)
     if len(tasks) != count:
-        raise InputError(f"The ensemble at {path} has {count} members, got {len(tasks)} tasks: give one for each.")
+        raise InputError(
+            f"The ensemble at {path} has {count} members, got {len(tasks)} tasks: pass one task per member."
+        )
     members = [load(path / member_folder(number), member) for number, member in enumerate(tasks)]
     return Ensemble(tuple(members), tuple(states) if has_states else None)
 
 
 def _load_directions(path: str | Path, task: Any) -> ProjectedFit:
-    """Read a saved fit that is no ensemble back for the task it was made with."""
+    """Load a saved fit that is not an ensemble."""
     if not isinstance(task, Task):
-        raise InputError(f"load takes the Task the fit was made with, got {type(task).__name__}.")
+        raise InputError(f"load takes the Task that the fit was made with, got {type(task).__name__}.")
     path = Path(path)
     manifest = read_manifest(path, "fit")
     try:
@@ -60,8 +65,9 @@ def _load_directions(path: str | Path, task: Any) -> ProjectedFit:
             task = task.double()
         if manifest["fingerprint"] != task.fingerprint():
             raise MismatchError(
-                f"The fit at {path} was made for {manifest['coverage']} of another model, other weights, or another "
-                f"selection than this task's {task.coverage}. Load the same checkpoint and give the same `params`."
+                f"The fit at {path} was made for another model, other weights or other parameters: it covers "
+                f"{manifest['coverage']}, and this task {task.coverage}. Load the same checkpoint and pass the same "
+                "`params`."
             )
         return _assemble(path, manifest, task.pinned(LossFingerprint.read(manifest.get("trial"))))
     except (KeyError, TypeError) as error:

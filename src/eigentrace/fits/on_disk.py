@@ -1,4 +1,4 @@
-"""Fits as files: eigenpairs and how they are cut, coordinates, or blocks as they are."""
+"""The files of a fit: eigenpairs with their cut and coordinates, or blocks of weighted directions."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from eigentrace.version import __version__
 
 
 def fit_manifest(fitted: Fitted) -> dict[str, Any]:
-    """Say what all saved fits say: which model they belong to, and how they were made."""
+    """Return the manifest entries of all fits: the model they belong to, and their settings."""
     task = fitted.task
     return {
         "kind": "fit",
@@ -44,12 +44,12 @@ def fit_manifest(fitted: Fitted) -> dict[str, Any]:
 
 
 def block_records(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Describe blocks that are stored as they are."""
+    """Return the manifest entries of saved blocks."""
     return {"blocks": [{"identity": block.identity, "state": block.state is not None} for block in blocks]}
 
 
 def block_files(blocks: Sequence[Block], task: Task) -> dict[str, dict[str, Tensor]]:
-    """Store blocks as they are: directions, weights, and the parameters they are taken at."""
+    """Return the files of blocks: directions, weights, and the parameters at which gradients are computed."""
     files = {}
     for number, block in enumerate(blocks):
         tensors = {"weights": block.weights} | _tensors_of(block.directions)
@@ -60,7 +60,7 @@ def block_files(blocks: Sequence[Block], task: Task) -> dict[str, dict[str, Tens
 
 
 def cut_record(eigenpairs: Eigenpairs, cut: Cut, coordinates: Coordinates | None) -> dict[str, Any]:
-    """Describe a cut, which is stored as all eigenpairs and how they are cut: its block is made again on loading."""
+    """Return the manifest entries of a cut, which is saved with all eigenpairs, not only those it uses."""
     spectrum = eigenpairs.spectrum
     record: dict[str, Any] = {"cut": {key: plain(value) for key, value in dataclasses.asdict(cut).items()}}
     record |= {"ending": spectrum.ending.name, "num_products": spectrum.num_products}
@@ -68,7 +68,7 @@ def cut_record(eigenpairs: Eigenpairs, cut: Cut, coordinates: Coordinates | None
 
 
 def eigenpair_files(eigenpairs: Eigenpairs, coordinates: Coordinates | None) -> dict[str, dict[str, Tensor]]:
-    """Store all eigenpairs of a fit, and the coordinates of its tail if there are any."""
+    """Return the files of all eigenpairs of a fit, and of the coordinates of its tail if there are any."""
     spectrum = eigenpairs.spectrum
     tensors = {"directions": eigenpairs.directions, "eigenvalues": spectrum.eigenvalues}
     if spectrum.residuals is not None:
@@ -81,22 +81,24 @@ def _tensors_of(directions: Directions) -> dict[str, Tensor]:
         return {"rows": directions.matrix}
     if isinstance(directions, CoordinateDirections):
         return {"index": directions.index}
-    raise UnsupportedError(f"Directions of kind {type(directions).__name__} cannot be saved.")
+    raise UnsupportedError(
+        f"Cannot save directions of type {type(directions).__name__}. Expected DenseDirections or CoordinateDirections."
+    )
 
 
 def read_eigenpairs(path: Path, manifest: dict[str, Any], layout: Layout) -> Eigenpairs:
-    """Read the eigenpairs of a saved cut."""
+    """Read the eigenpairs of a saved fit."""
     tensors = read_tensors(path / EIGENPAIRS)
     ending, products = Ending[manifest["ending"]], manifest["num_products"]
     spectrum = Spectrum(tensors["eigenvalues"], tensors.get("residuals"), ending, products)
     directions = _directions_of(tensors, "directions", len(spectrum.eigenvalues), layout)
-    # Directions go back to where the basis they come from was held.
+    # Directions return to the memory that the basis of the fit was in.
     on_host = manifest["method"].get("basis", {}).get("place") == "host"
     return Eigenpairs(directions if on_host else directions.to(layout.device), spectrum)
 
 
 def read_block(path: Path, number: int, record: dict[str, Any], layout: Layout) -> Block:
-    """Read one of several saved blocks."""
+    """Read a saved block."""
     tensors = read_tensors(path / block_file(number))
     directions: Directions = (
         CoordinateDirections(tensors["index"], layout)
@@ -109,17 +111,18 @@ def read_block(path: Path, number: int, record: dict[str, Any], layout: Layout) 
 
 def _directions_of(tensors: dict[str, Tensor], name: str, count: int, layout: Layout) -> Tensor:  # (K, P), on the host
     found = tensors[name]
-    # Directions of a bfloat16 basis stay as they were held.
+    # Directions of a bfloat16 basis keep their type.
     if found.shape != (count, layout.numel) or found.dtype not in (layout.dtype, torch.bfloat16):
         raise MismatchError(
-            f"The saved {name} are {tuple(found.shape)} of {found.dtype}, expected {(count, layout.numel)} of "
-            f"{layout.dtype} or bfloat16: the file was edited or belongs to another fit. Save it again."
+            f"The saved directions have shape {tuple(found.shape)} and type {found.dtype}, expected shape "
+            f"{(count, layout.numel)} and type {layout.dtype} or bfloat16. The file was edited or belongs to another "
+            "fit: save the fit again."
         )
     return found
 
 
 def read_coordinates(path: Path, manifest: dict[str, Any], num_directions: int, layout: Layout) -> Coordinates | None:
-    """Read the coordinates of a saved cut, if it has any."""
+    """Read the coordinates of a saved fit, if it has any."""
     if "coordinates" not in manifest:
         return None
     return Coordinates.of_tensors(read_tensors(path / COORDINATES), num_directions, layout)

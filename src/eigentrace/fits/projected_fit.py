@@ -1,4 +1,4 @@
-"""Fits that score by directions: features are products of gradients with them, and scores weighted sums of features."""
+"""Fits that project gradients on directions, and score by weighted products of the resulting features."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,46 +27,46 @@ from eigentrace.task.task import Task
 
 
 class ProjectedFit(Fitted):
-    """A fit whose scores are sums over blocks of weighted directions, each at one state of the parameters."""
+    """A fit whose scores are sums over blocks of weighted directions, each at one checkpoint of the parameters."""
 
     blocks: tuple[Block, ...]
-    """One for each state of the parameters."""
+    """One block per checkpoint."""
 
     @property
     def num_features(self) -> int:
-        """K, numbers that describe an example."""
+        """The number of features per example, K."""
         return sum(block.directions.count for block in self.blocks)
 
     @property
     def bytes_per_example(self) -> int:
-        """What the features of one example take in the type they come in."""
+        """The size of the features of one example, in bytes."""
         return self.num_features * self.task.layout.dtype.itemsize
 
     @property
     def positive_metric(self) -> bool:
-        """Tell whether every self-influence is positive by construction."""
+        """Whether every self-influence is positive by construction."""
         return all(bool((block.weights + block.identity > 0).all()) for block in self.blocks)
 
     def terms(self) -> tuple[Term, ...]:
-        """Return the blocks with the task they belong to."""
+        """Return the blocks with their task."""
         return tuple(Term(self.task, block) for block in self.blocks)
 
     def from_features(self, train: Tensor, queries: Tensor) -> Tensor:  # (N, K), (Q, K) -> (Q, N)
-        """Score stored features against each other, without model or data.
+        """Compute influences from stored features, without model or data.
 
         Args:
-            train: `features(data)` of training examples.
-            queries: `features(data, queries=True)` of the examples asked about.
+            train: `features(data)` of the training examples.
+            queries: `features(data, queries=True)` of the queries.
         """
         return from_features(self.blocks, train, queries)
 
     def self_from_features(self, features: Tensor, square_norms: Tensor | None = None) -> Tensor:  # (N, K) -> (N,)
-        """Score stored features against themselves.
+        """Compute self-influence from stored features.
 
         Args:
             features: `features(data)`.
             square_norms: ‖g(x)‖² of the same examples (N,), such as `TracIn().fit(...).self_influence(data)`: with
-                them a stored fit answers as if it had its whole tail.
+                them, a stored fit scores with its full tail.
         """
         return self_from_features(
             self._whole_blocks() if square_norms is not None else self.blocks, features, square_norms
@@ -83,43 +83,46 @@ class ProjectedFit(Fitted):
         unit: Unit = None,
         compute: Compute | None = None,
     ) -> Ranked:
-        """Find each query's strongest proponents and opponents: shortlisted by features, rescored with the whole tail.
+        """Find the top-k proponents and opponents of each query: shortlisted by features, rescored with the full tail.
 
         Args:
-            train: The training examples; only those on the shortlist go through the model where features are given.
-            queries: The examples asked about.
-            k: How many on either side.
-            features: `features(train)` of this fit, if they are stored; computed if not.
-            shortlist: Candidates per query, half of them on either side. All examples: the exact ranking.
+            train: The training examples; if features are passed, only shortlisted ones go through the model.
+            queries: The queries.
+            k: Number of proponents, and of opponents.
+            features: `features(train)` of this fit, if they are stored; computed by default.
+            shortlist: Candidates per query, half of them on either side. With all examples the ranking is exact.
             unit: None, or "nats".
             compute: Engine, precision, memory and batch size of the passes.
         """
         check_counts(1, k=k)
         data, asked, compute = as_data(train), as_data(queries), checked_compute(compute)
         if shortlist < 2 * k and shortlist < len(data):
-            raise InputError(f"A shortlist of {shortlist} cannot give {k} on either side: make it at least {2 * k}.")
+            raise InputError(f"shortlist={shortlist} is too small for k={k} on either side: use at least {2 * k}.")
         self._require("features")
         stored = self._by_features()
         if features is None:
             features = stored.features(data, compute=compute)
         if len(features) != len(data):
-            raise InputError(f"Got features of {len(features)} examples for {len(data)} training examples.")
+            raise InputError(
+                f"Got features of {len(features)} examples for {len(data)} training examples: pass features(train) "
+                "of the same examples."
+            )
         of_queries = stored.features(asked, queries=True, compute=compute)
-        # Checks the shapes on the way.
+        # This checks the shapes.
         from_features(stored.blocks, features[:0], of_queries)
         weights = torch.cat([block.weights for block in stored.blocks])
-        # Each query is ranked on its own list, so that it gets the same answer in any company.
+        # Each query is ranked on its own list, so that its result does not depend on the other queries.
         lists = shortlist_rows(features, of_queries * weights.to(of_queries), shortlist)
         rows, place = lists.unique(return_inverse=True)
         scores = self.unstored().influence(data.take(rows.numpy()), asked, unit=unit, compute=compute)
         return best_of(scores.gather(1, place), lists, min(k, len(data)))
 
     def _by_features(self) -> "ProjectedFit":
-        """Return the fit whose scores follow from features alone."""
+        """Return the fit that scores by features alone."""
         return self
 
     def _whole_blocks(self) -> tuple[Block, ...]:
-        """Return the blocks that score with gradient norms at hand."""
+        """Return the blocks that score with features and gradient norms."""
         return self.blocks
 
     def _features(self, data: Data, *, queries: bool, compute: Compute) -> Tensor:
@@ -136,7 +139,7 @@ class ProjectedFit(Fitted):
 
 @dataclass(frozen=True)
 class DirectionsFit(ProjectedFit):
-    """A fit by directions that are no eigenvectors of the curvature: random ones, parameters, or whole gradients."""
+    """A fit by directions other than eigenvectors: random vectors, single parameters, or whole gradients."""
 
     task: Task
     blocks: tuple[Block, ...]
@@ -146,7 +149,7 @@ class DirectionsFit(ProjectedFit):
 
     @property
     def can(self) -> Capabilities:
-        """Score pairs and be saved; it has features unless it scores by whole gradients."""
+        """Influence, saving, unit gradients; and features, unless it scores by whole gradients."""
         return Capabilities(influence=True, features=self.num_features > 0, save=True, unit_gradients=True)
 
     def _manifest(self) -> dict[str, Any]:

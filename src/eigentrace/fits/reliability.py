@@ -1,4 +1,4 @@
-"""An error bar without ground truth: do two fits on disjoint halves of the curvature sample rank examples alike?"""
+"""Reliability of scores without ground truth: rank agreement of two fits on halves of the curvature sample."""
 
 import dataclasses
 import warnings
@@ -15,31 +15,31 @@ from eigentrace.numeric.rank_correlation import spearman
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.settings import check_counts
 
-# Fewer examples than this in a half say nothing about ranks.
-_LEAST = 8
+# Minimum number of examples in a half, for a meaningful rank agreement.
+_MIN_HALF = 8
 
 
 @dataclass(frozen=True)
 class Reliability:
     """Rank agreement (Spearman) between two fits on disjoint halves of the curvature sample.
 
-    1 means that the halves rank examples alike, 0 that their ranks have nothing to do with each other. The fit itself
-    has seen both halves, so it is at least as reliable. None stands for scores that do not vary.
+    1 means that both halves rank examples equally, 0 that their ranks are unrelated. The fit itself uses both halves,
+    so it is at least as reliable. None means that scores do not vary.
     """
 
     self_influence: float | None
     influence: float | None
     """Mean over the queries."""
     half: int
-    """Examples in each half."""
+    """Number of examples in each half."""
     examples: int
-    """Examples that were ranked."""
+    """Number of ranked examples."""
     queries: int
 
     def __str__(self) -> str:
         return (
             f"Rank agreement between fits on two halves of {self.half:,} examples each: "
-            f"{_shown(self.self_influence)} for self-influence, {_shown(self.influence)} for influence "
+            f"{_formatted(self.self_influence)} for self-influence, {_formatted(self.influence)} for influence "
             f"({self.examples:,} examples ranked, {self.queries} queries)."
         )
 
@@ -50,19 +50,19 @@ def rank_agreement(
     """Fit a curvature method twice, on disjoint halves of its sample, and compare the ranks.
 
     Args:
-        method: Settings with a `sample`, such as `eigentrace.Arnoldi`.
-        task: What was trained.
-        data: The training examples; those ranked, and the queries, are drawn from them.
-        examples: How many to rank.
-        queries: How many to ask about.
-        seed: Fixes the halves and draws; the method's own if not given.
+        method: A method with a `sample`, such as `eigentrace.Arnoldi`.
+        task: The model and its loss.
+        data: The training examples, from which ranked examples and queries are drawn.
+        examples: Number of examples to rank.
+        queries: Number of queries.
+        seed: Seed of the halves and draws; that of the method by default.
     """
     check_counts(2, examples=examples)
     check_counts(1, queries=queries)
     if not hasattr(method, "sample") or not hasattr(method, "fit"):
         raise InputError(
-            f"{type(method).__name__} takes its curvature on no sample of its own, so there is nothing to halve. Use "
-            "eigentrace.Arnoldi."
+            f"{type(method).__name__} has no curvature sample that could be halved: expected a method with `sample` "
+            "and `fit`. Use eigentrace.Arnoldi."
         )
     data = as_data(data)
     generator = generator_of(getattr(method, "seed", 0) if seed is None else seed)
@@ -72,7 +72,7 @@ def rank_agreement(
     ranked = data.take(data.sample(examples, generator))
     asked = data.take(data.sample(queries, generator))
     with warnings.catch_warnings():
-        # Said once already, by the fit that this stands beside.
+        # The fit of the whole sample already gives this warning.
         warnings.simplefilter("ignore", ConvergenceWarning)
         fits = [whole.fit(task, half) for half in halves]
     own = [fit.self_influence(ranked)[None] for fit in fits]
@@ -89,9 +89,9 @@ def rank_agreement(
 def _halves(data: Data, sample: int | None, generator: torch.Generator) -> tuple[Data, Data]:
     rows = data.sample(len(data) if sample is None else sample, generator)
     half = len(rows) // 2
-    if half < _LEAST:
+    if half < _MIN_HALF:
         raise InputError(
-            f"Reliability needs at least {2 * _LEAST} examples in the curvature sample, got {len(rows)}. Raise "
+            f"Reliability needs at least {2 * _MIN_HALF} examples in the curvature sample, got {len(rows)}. Raise "
             "`sample`, give more data, or leave reliability out."
         )
     order = torch.randperm(len(rows), generator=generator, device="cpu").numpy()
@@ -99,11 +99,11 @@ def _halves(data: Data, sample: int | None, generator: torch.Generator) -> tuple
 
 
 def _agreement(first: Tensor, second: Tensor) -> float | None:  # (q, n) x 2
-    """Average the rank correlations of the rows; None if no row varies in both."""
+    """Return the mean rank correlation over queries; None if no query has varying scores in both."""
     found = spearman(first.double().numpy(), second.double().numpy())
     found = found[~np.isnan(found)]
     return float(found.mean()) if len(found) else None
 
 
-def _shown(value: float | None) -> str:
+def _formatted(value: float | None) -> str:
     return "undefined" if value is None else f"{value:.3f}"

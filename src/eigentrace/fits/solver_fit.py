@@ -1,4 +1,4 @@
-"""Fits that solve a system with the curvature for every gradient, and keep nothing."""
+"""Fits that solve a linear system with the curvature for every gradient, and store nothing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from eigentrace.task.task import Task
 
 @dataclass(frozen=True)
 class SolvedFit(Fitted):
-    """Scores ⟨g(z), H⁻¹g(x)⟩ with H⁻¹ applied to one gradient after the other."""
+    """A fit that scores ⟨g(z), H⁻¹g(x)⟩ by applying H⁻¹ to one gradient after the other."""
 
     task: Task
     solve: Callable[[Tensor], Tensor]  # (q, P) -> (q, P)
@@ -28,7 +28,7 @@ class SolvedFit(Fitted):
 
     @property
     def can(self) -> Capabilities:
-        """Score pairs; nothing is kept that could be stored."""
+        """Influence and unit gradients; there is nothing to save."""
         return Capabilities(influence=True, unit_gradients=True)
 
     def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:

@@ -1,7 +1,7 @@
-"""R coordinates that stand for the tail of a gradient, and what is known of them over the curvature sample.
+"""R coordinates that represent the tail of a gradient, with their second moments over the curvature sample.
 
-S·g(x) are coordinates of the Kronecker eigenbasis; with the kept part taken out in feature space they are
-s(x) = S·g(x) − (S·Gᵀ)φ(x), the same coordinates of g's part outside of the kept directions.
+S·g(x) are coordinates in the Kronecker eigenbasis. Without the part in the kept directions they are
+s(x) = S·g(x) − (S·Gᵀ)φ(x): the same coordinates of the component of g outside the kept directions.
 """
 
 from collections.abc import Mapping
@@ -22,22 +22,23 @@ from eigentrace.settings import check_counts
 from eigentrace.task.layout import Layout
 from eigentrace.task.task import Task
 
-# A share of the energy never takes more coordinates than this, and candidates are this many times those wanted.
+# Maximum number of coordinates for a share of the energy.
 MOST_COORDINATES = 8192
+# Candidates per requested coordinate.
 _CANDIDATES = 3
-# A share that is reached to rounding is reached.
+# Relative tolerance with which a share counts as reached.
 _ROUNDING = 1e-9
-# Kept directions that are written out at a time to be turned.
+# Kept directions that are rotated at a time.
 _DIRECTIONS_AT_ONCE = 8
 
 
 def check_wanted(coordinates: Any) -> None:
-    """Refuse what is neither a count nor a share."""
+    """Raise InputError unless `coordinates` is a positive integer, or a share in (0, 1]."""
     if isinstance(coordinates, Real) and not isinstance(coordinates, Integral):
         if not 0 < float(coordinates) <= 1:
             raise InputError(
-                f"coordinates={coordinates} is read as a share of the tail's energy, above 0 and at most 1. Give a "
-                "whole number for a count."
+                f"coordinates={coordinates} is a float, which means a share of the tail's energy: it must be above 0 "
+                "and at most 1. Pass an integer for a number of coordinates."
             )
         return
     check_counts(1, coordinates=coordinates)
@@ -45,7 +46,7 @@ def check_wanted(coordinates: Any) -> None:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Chosen coordinates with their second moments over the curvature sample, from which any cut's energies follow."""
+    """Selected coordinates with second moments over the curvature sample, which give the energies of any cut."""
 
     directions: RotatedDirections  # S, orthonormal
     overlap: Tensor  # (R, K) S·Gᵀ
@@ -54,25 +55,25 @@ class Coordinates:
     moments: Tensor  # (K, K) E[φ φᵀ]
     total: float
     """E‖g‖²."""
-    order: Tensor  # (R,) by falling residual energy when they were chosen
+    order: Tensor  # (R,) by descending residual energy at selection
 
     @property
     def count(self) -> int:
-        """R."""
+        """The number of coordinates, R."""
         return len(self.energy)
 
     def residual(self, kept: Tensor) -> Tensor:  # (k,) -> (R,)
-        """Return E[s²], the energy of each coordinate without the part of the kept directions given."""
+        """Return E[s²], the energy of each coordinate without its part in these kept directions."""
         C = self.overlap[:, kept].double()
         inner = C @ self.moments[kept][:, kept] - 2 * self.cross[:, kept]
         return (self.energy + (C * inner).sum(dim=1)).clamp_min(0)
 
     def outside(self, kept: Tensor) -> float:
-        """Return the energy of gradients outside of the kept directions, in all coordinates together."""
+        """Return the total energy of gradients outside the kept directions."""
         return max(self.total - float(self.moments.diagonal()[kept].sum()), 0.0)
 
     def needed(self, wanted: float, kept: Tensor) -> int:
-        """Tell how many coordinates a count or a share of the energy comes to; all of them where it is out of reach."""
+        """Return the number of coordinates for a count, or for a share of the energy; at most all of them."""
         if isinstance(wanted, Integral):
             return min(int(wanted), self.count)
         found = self.residual(kept)[self.order].cumsum(0)
@@ -80,7 +81,7 @@ class Coordinates:
         return int(reached.nonzero()[0]) + 1 if bool(reached.any()) else self.count
 
     def first(self, count: int | None) -> "Coordinates":
-        """Return the leading coordinates, the same ones for every cut of the fit; all of them for None."""
+        """Return the first coordinates by energy, the same for every cut of the fit; all for None."""
         if count is None or count >= self.count:
             return self
         index = self.order[:count].sort().values
@@ -96,7 +97,7 @@ class Coordinates:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return everything as named tensors, for a file."""
+        """Return all fields as named tensors, for a file."""
         found = {"overlap": self.overlap, "energy": self.energy, "cross": self.cross, "moments": self.moments}
         found["order"] = self.order
         found["total"] = torch.tensor([self.total], dtype=torch.float64, device="cpu")
@@ -108,16 +109,16 @@ class Coordinates:
 
     @staticmethod
     def of_tensors(tensors: Mapping[str, Tensor], num_directions: int, layout: Layout) -> "Coordinates":
-        """Read a file's tensors back, and check that they belong to the fit."""
+        """Restore coordinates from the tensors of a file, after checking that they belong to the fit."""
         names = [key.removeprefix("pairs.") for key in tensors if key.startswith("pairs.")]
         unknown = sorted(set(names) - set(layout.names))
         overlap = tensors["overlap"]
         if unknown or overlap.ndim != 2 or overlap.shape[1] != num_directions:
             lacking = f", which has no parameter {unknown[0]!r}" if unknown else ""
             raise MismatchError(
-                f"The saved coordinates are {tuple(overlap.shape)} over {len(names)} parameters, expected "
-                f"{num_directions} directions of this model{lacking}: the file was edited or belongs to "
-                "another fit. Save it again."
+                f"The saved coordinates have shape {tuple(overlap.shape)} and cover {len(names)} parameters, expected "
+                f"{num_directions} directions of this model{lacking}. The file was edited or belongs to another fit: "
+                "save the fit again."
             )
         device = layout.device
         sides = {key: value.to(device) for key, value in tensors.items() if key.split(".")[0] in ("left", "right")}
@@ -129,7 +130,8 @@ class Coordinates:
         energy, cross, moments, order = (tensors[key] for key in ("energy", "cross", "moments", "order"))
         if directions.count != len(energy):
             raise MismatchError(
-                f"The saved coordinates are {directions.count} with {len(energy)} energies. Save them again."
+                f"The saved coordinates are inconsistent: {directions.count} coordinates with {len(energy)} energies. "
+                "Save the fit again."
             )
         return Coordinates(directions, overlap, energy, cross, moments, float(tensors["total"]), order)
 
@@ -137,17 +139,17 @@ class Coordinates:
 def gather(
     task: Task, data: Data, directions: DenseDirections, kept: Tensor, wanted: float, compute: Compute
 ) -> Coordinates:
-    """Choose the coordinates of the Kronecker eigenbasis with the most gradient energy outside the kept directions.
+    """Select the coordinates of the Kronecker eigenbasis with the most gradient energy outside the kept directions.
 
-    Three passes over the data: covariances, energies along all coordinates, and the exact moments of the candidates.
+    This takes three passes over the data: covariances, energies of all coordinates, and exact moments of candidates.
 
     Args:
-        task: At the parameters of the fit.
+        task: The task, at the parameters of the fit.
         data: The curvature sample.
-        directions: G, orthonormal: all those of the fit.
-        kept: Which of them are in use.
-        wanted: How many coordinates, or which share of the energy outside of the kept directions.
-        compute: How examples go through the model; never compiled.
+        directions: All directions G of the fit, orthonormal.
+        kept: Indices of those in use.
+        wanted: Number of coordinates, or share of the energy outside the kept directions.
+        compute: Settings of the passes, which are never compiled.
     """
     check_wanted(wanted)
     compute = replace(compute, compile=False)
@@ -181,7 +183,7 @@ def _measure(
 
 
 def overlap(rotated: RotatedDirections, kept: DenseDirections) -> Tensor:  # (R, K), on the host
-    """Multiply the coordinates with the kept directions: S·Gᵀ."""
+    """Return the inner products of coordinates and kept directions, S·Gᵀ."""
     found = [torch.zeros(0, rotated.count, dtype=kept.layout.dtype, device="cpu")]
     for start in range(0, kept.count, _DIRECTIONS_AT_ONCE):
         part = kept.dense(start, min(start + _DIRECTIONS_AT_ONCE, kept.count))
@@ -190,5 +192,5 @@ def overlap(rotated: RotatedDirections, kept: DenseDirections) -> Tensor:  # (R,
 
 
 def _named(layout: Layout, directions: Tensor) -> dict[str, Tensor]:
-    """Cut directions by parameter, in their own type: a bfloat16 parameter would round them."""
+    """Split directions by parameter, keeping their type: that of a bfloat16 parameter would round them."""
     return {name: directions[:, layout.span(name)] for name in layout.names}

@@ -1,4 +1,4 @@
-"""The score's formula: directions with one weight each, a weight for the identity, at one state of the parameters."""
+"""The formula of scores: one weight per direction and a weight of the identity, at one checkpoint."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ What = Literal["losses", "measurements"]
 class Weights:
     """score = Σ directionₖ · φₖ(x) φₖ(z) + Σ coordinate_c · s_c(x) s_c(z) + identity · ⟨g(x), g(z)⟩."""
 
-    index: Tensor  # (k,) the directions used
+    index: Tensor  # (k,) the directions in use
     direction: Tensor  # (k,) float64
     identity: float
     delta: float | None
@@ -34,32 +34,32 @@ class Weights:
 
 
 def kept_index(eigenvalues: Tensor, cut: Cut) -> Tensor:  # (k,)
-    """Tell which of the eigenpairs a cut uses."""
+    """Return the indices of the eigenpairs that a cut uses."""
     kept = eigenvalues[: cut.keep]
     index = torch.arange(len(kept), device="cpu")
     if cut.positive_only:
         index = index[kept > 0]
         if not len(index):
             raise NumericalError(
-                f"positive_only=True leaves nothing: all of the top {len(kept)} eigenvalues are negative, so the model "
-                "is far from a minimum. Train further, or use curvature='gauss-newton'."
+                f"positive_only=True leaves no directions: all of the top {len(kept)} eigenvalues are negative, so the "
+                "model is far from a minimum. Train it further, or use curvature='gauss-newton'."
             )
     return index
 
 
 def weigh(eigenvalues: Tensor, cut: Cut, energies: Tensor | None = None) -> Weights:
-    """Invert the diagonalised curvature: 1/λ on the kept directions, and 1/δ on all others under a tail.
+    """Return the weights of the inverse curvature: 1/λ on the kept directions, and with a tail 1/δ on all others.
 
     With a tail, H⁻¹ ≈ Gᵀ(Λ+δ)⁻¹G + (I − GᵀG)/δ, negative λ counted as 0. The truncated form (`tail=None`) is the
-    paper's; `positive_only` drops negative λ after the top `keep` are taken, as it does at saddle points.
+    paper's; `positive_only` drops negative λ, which occur at saddle points, after selecting the top `keep`.
 
-    A shaped tail weighs the coordinates s of the residual by 1/(E + δ) and 1/δ beyond them. All of its terms are
-    positive: with S⊥ = S(I − GᵀG) the last is (I − GᵀG)(I − SᵀS)(I − GᵀG)/δ. A stored cut leaves the last term out.
+    A shaped tail has the weights 1/(E + δ) on the residual coordinates s, and 1/δ on the remainder. All of its terms
+    are positive: with S⊥ = S(I − GᵀG) the last is (I − GᵀG)(I − SᵀS)(I − GᵀG)/δ. A stored cut leaves out the last term.
 
     Args:
-        eigenvalues: All those of the fit, by falling |λ|.
-        cut: Which of them are used, and how.
-        energies: E[s²] of the coordinates used (r,), where the cut uses any.
+        eigenvalues: All eigenvalues of the fit, by descending |λ|.
+        cut: The cut.
+        energies: E[s²] of the coordinates in use (r,), if there are any.
     """
     index = kept_index(eigenvalues, cut)
     values = eigenvalues[index]
@@ -76,30 +76,30 @@ def weigh(eigenvalues: Tensor, cut: Cut, energies: Tensor | None = None) -> Weig
 
 @dataclass(frozen=True)
 class Block:
-    """One term of a score: Σ weightₖ φₖ(x) φₖ(z) + identity · ⟨g(x), g(z)⟩, gradients taken at one parameter state."""
+    """One part of a score: Σ weightₖ φₖ(x) φₖ(z) + identity · ⟨g(x), g(z)⟩, with gradients at one checkpoint."""
 
     directions: Directions
     weights: Tensor  # (K,) float64
     identity: float = 0.0
     state: Checkpoint | None = None
-    """Where Θ is taken; the model's own parameters if None."""
+    """The checkpoint; None for the model's current parameters."""
     overlap: Tensor | None = None  # (R, k)
-    """S·Gᵀ, for directions [G; S]: the last R features minus this times the first k have the kept part removed."""
+    """S·Gᵀ, for directions [G; S]: the last R features minus this times the first k are those without the kept part."""
 
     def settled(self, features: Tensor) -> Tensor:  # (B, K) -> (B, K), in place
-        """Take the kept part out of the tail's coordinates."""
+        """Subtract the kept part from the coordinates of the tail."""
         if self.overlap is not None:
             k = self.overlap.shape[1]
             features[:, k:] -= features[:, :k] @ self.overlap.to(features).T
         return features
 
     def own_scores(self, features: Tensor, squares: Tensor | None) -> Tensor:  # (B, K), (B,) -> (B,)
-        """Score settled features against themselves; with an identity term they need ‖g(x)‖² beside them."""
+        """Return self-influences from `settled` features and, if there is an identity term, ‖g(x)‖²."""
         scores = features.square() @ self.weights.to(features)
         return scores if squares is None or self.identity == 0 else scores + self.identity * squares
 
-    def asked(self, features: Tensor) -> Tensor:  # (Q, K) -> (Q, K)
-        """Weigh the features of queries so that their product with unsettled features of examples is the score."""
+    def weighted(self, features: Tensor) -> Tensor:  # (Q, K) -> (Q, K)
+        """Weight settled features of queries such that products with unsettled features of examples are scores."""
         weighted = features * self.weights.to(features)
         if self.overlap is not None:
             k = self.overlap.shape[1]
@@ -109,7 +109,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Term:
-    """A block, the task it belongs to, and its share of the score of a fit."""
+    """A block with its task and its share of the scores of a fit."""
 
     task: Task
     block: Block
@@ -119,13 +119,13 @@ class Term:
 def self_scores(
     task: Task, blocks: Sequence[Block], data: Data, what: What, unit_gradients: bool, compute: Compute
 ) -> Tensor:  # (N,)
-    """Score each example against itself."""
+    """Return the self-influence of each example."""
     if compute.engine == "forward" and any(block.identity and block.directions.count for block in blocks):
         raise UnsupportedError(
-            "Forward mode cannot count the tail of this fit in self-influence: the tail takes the norm of every "
-            "gradient, and forward mode only multiplies gradients with directions. Use Compute(engine='auto'), "
-            "'layerwise' or 'reverse'; or leave the tail out, fitted.distill(tail=None), or let stored features stand "
-            "for it, fitted.stored(data)."
+            "Compute(engine='forward') cannot compute self-influence with the tail of this fit: the tail needs the "
+            "norms of gradients, and forward mode only computes their products with directions. Use "
+            "Compute(engine='auto'), 'layerwise' or 'reverse'; or leave out the tail (fitted.distill(tail=None)), or "
+            "represent it by stored features (fitted.stored(data))."
         )
     check_loss_fingerprint(task, data)
     total = torch.zeros(len(data), dtype=task.layout.dtype, device="cpu")
@@ -144,13 +144,13 @@ def self_scores(
 def cross_scores(
     task: Task, blocks: Sequence[Block], train: Data, queries: Data, unit_gradients: bool, compute: Compute
 ) -> Tensor:  # (Q, N)
-    """Score every training example against every query."""
+    """Return the influence of every training example on every query."""
     check_loss_fingerprint(task, train)
     total = torch.zeros(len(queries), len(train), dtype=task.layout.dtype, device="cpu")
     for block in blocks:
         with at_state(task, block) as here:
             start = 0
-            for asked in _questions(block, here, queries, unit_gradients, compute):
+            for asked in _weighted_queries(block, here, queries, unit_gradients, compute):
                 stop = start + len(asked.left)
                 job = Job.of(here, "losses", asked.directions, unit_gradients, compute)
                 for batch, found in project(job, train, "Influence"):
@@ -163,26 +163,28 @@ def cross_scores(
 
 
 @dataclass(frozen=True)
-class _Question:
-    """Queries as coefficients over directions: their scores are left @ features(train)ᵀ."""
+class _WeightedQueries:
+    """Queries as coefficients of directions: their scores are left @ features(train)ᵀ."""
 
     left: Tensor  # (q, k)
     directions: Directions
 
 
-def _questions(block: Block, task: Task, queries: Data, unit_gradients: bool, compute: Compute) -> Iterator[_Question]:
-    """Put queries in a form that one pass over the training data answers.
+def _weighted_queries(
+    block: Block, task: Task, queries: Data, unit_gradients: bool, compute: Compute
+) -> Iterator[_WeightedQueries]:
+    """Yield groups of queries that can be scored by one pass over the training data each.
 
-    Without an identity term, K numbers per query do, whatever their number. With one, the gradients of the
-    queries travel as directions themselves, as many at a time as fit in memory.
+    Without an identity term, K numbers per query suffice, and all queries form one group. With one, the gradients of
+    the queries become directions too, as many at a time as fit in memory.
     """
     if block.identity == 0:
         lefts = []
         asked = Job.of(task, "measurements", block.directions, unit_gradients, compute)
         for _, found in project(asked, queries):
-            left = block.asked(block.settled(found.features))
+            left = block.weighted(block.settled(found.features))
             lefts.append(over(left, found.squares().sqrt()[:, None]) if unit_gradients else left)
-        yield _Question(torch.cat(lefts), block.directions)
+        yield _WeightedQueries(torch.cat(lefts), block.directions)
         return
     asked = Job.of(task, "measurements", compute=compute)
     for chunk in in_chunks(gradients(asked, queries), asked.budget):
@@ -190,12 +192,12 @@ def _questions(block: Block, task: Task, queries: Data, unit_gradients: bool, co
             chunk = over(chunk, chunk.norm(dim=1, keepdim=True))  # noqa: PLW2901
         phi = apply(block.directions, task.layout.unflatten(chunk))
         eye = torch.eye(len(chunk), dtype=chunk.dtype, device=chunk.device)
-        left = torch.cat([block.asked(block.settled(phi)), block.identity * eye], dim=1)
-        yield _Question(left, StackedDirections((block.directions, DenseDirections(chunk, task.layout))))
+        left = torch.cat([block.weighted(block.settled(phi)), block.identity * eye], dim=1)
+        yield _WeightedQueries(left, StackedDirections((block.directions, DenseDirections(chunk, task.layout))))
 
 
 def features_of(task: Task, blocks: Sequence[Block], data: Data, what: What, compute: Compute) -> Tensor:  # (N, K)
-    """Project each example's gradient on the directions of every block, side by side."""
+    """Return the features of each example: its projections on the directions of all blocks, concatenated."""
     check_loss_fingerprint(task, data)
     found = []
     for block in blocks:
@@ -208,12 +210,12 @@ def features_of(task: Task, blocks: Sequence[Block], data: Data, what: What, com
 
 
 def from_features(blocks: Sequence[Block], train: Tensor, queries: Tensor) -> Tensor:  # (N, K), (Q, K) -> (Q, N)
-    """Score stored features against each other, without model or data."""
+    """Return influences from stored features, without model or data."""
     weights = _weights(blocks, train, queries)
     if any(block.identity for block in blocks):
         raise UnsupportedError(
-            "The scores of this fit need whole gradients, since its tail reaches beyond its features. Use "
-            "fitted.stored(data), whose features stand for the tail, or a cut with tail=None."
+            "The scores of this fit need whole gradients, because its features do not include its tail. Use "
+            "fitted.stored(data), whose features represent the tail, or a cut with tail=None."
         )
     return (queries * weights.to(queries)) @ train.to(queries).T
 
@@ -221,15 +223,15 @@ def from_features(blocks: Sequence[Block], train: Tensor, queries: Tensor) -> Te
 def self_from_features(
     blocks: Sequence[Block], features: Tensor, square_norms: Tensor | None
 ) -> Tensor:  # (N, K), (N,) -> (N,)
-    """Score stored features against themselves; blocks with an identity term need ‖g(x)‖² beside them."""
+    """Return self-influences from stored features and, for blocks with an identity term, ‖g(x)‖²."""
     _weights(blocks, features)
     if any(block.identity for block in blocks) and (
         square_norms is None or square_norms.shape != features.shape[:1] or len({block.state for block in blocks}) > 1
     ):
         got = "None" if square_norms is None else f"shape {tuple(square_norms.shape)}"
         raise InputError(
-            f"The tail of this fit needs one squared gradient norm for each of {len(features)} examples, at one state "
-            f"of the parameters, got square_norms of {got}. Give "
+            f"The tail of this fit needs one squared gradient norm for each of {len(features)} examples, all at the "
+            f"same parameters, got square_norms of {got}. Pass "
             "square_norms=eigentrace.TracIn().fit(task, data).self_influence(data)."
         )
     squares = None if square_norms is None else square_norms.to(features)
@@ -239,27 +241,30 @@ def self_from_features(
 
 
 def recut(to: Block, kept: Tensor, features: Tensor, source: Block, held: Tensor) -> Tensor:  # (N, K'+R) -> (N, K+R)
-    """Turn stored features of one cut into those of a smaller one: s gets the part of dropped directions back.
+    """Convert stored features of one cut into those of a smaller one, adding the part of dropped directions to s.
 
     Args:
-        to: The smaller cut's block.
-        kept: Which of the fit's directions it uses.
+        to: The block of the smaller cut.
+        kept: Indices of the directions that the smaller cut uses.
         features: Features of the larger cut.
-        source: The larger cut's block.
-        held: Which of the fit's directions that one uses.
+        source: The block of the larger cut.
+        held: Indices of the directions that the larger cut uses.
     """
     _weights((source,), features)
     place = {int(n): i for i, n in enumerate(held)}
     if not {int(n) for n in kept} <= place.keys():
-        raise InputError(f"The features hold {len(held)} directions, not all of the {len(kept)} asked for.")
+        raise InputError(
+            f"The features contain {len(held)} directions, not all of the {len(kept)} that the cut uses. Use a smaller "
+            "cut, or compute the features again."
+        )
     here = torch.tensor([place[int(n)] for n in kept], dtype=torch.long, device=features.device)
     if to.overlap is None:
         return features[:, here]
     if source.overlap is None or not torch.equal(to.overlap, source.overlap[:, here.to(source.overlap.device)]):
-        held_here = 0 if source.overlap is None else len(source.overlap)
+        available = 0 if source.overlap is None else len(source.overlap)
         raise InputError(
-            f"The features hold {held_here} other coordinates than the {len(to.overlap)} that this cut uses. Compute "
-            "them again."
+            f"The features have {available} coordinates, which are not the {len(to.overlap)} that this cut uses. "
+            "Compute the features again."
         )
     phi, s = features.split([len(held), len(source.overlap)], dim=1)
     dropped = torch.ones(len(held), dtype=torch.bool, device=features.device)
@@ -274,14 +279,14 @@ def _weights(blocks: Sequence[Block], *features: Tensor) -> Tensor:  # (K,)
         if not isinstance(given, Tensor) or given.ndim != 2 or given.shape[1] != len(weights):
             shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
             raise InputError(
-                f"Features of this fit are matrices with {len(weights)} columns, got {shape}. Give what "
-                "fitted.features(data) returned for this very cut."
+                f"Features of this fit must be matrices with {len(weights)} columns, got {shape}. Pass the result of "
+                "fitted.features(data) for the same cut."
             )
     return weights
 
 
 @contextmanager
 def at_state(task: Task, block: Block) -> Iterator[Task]:
-    """Hold the model ready, at the parameters that a block is taken at."""
+    """Open a session of the task, and yield the task at the checkpoint of a block."""
     with task.session():
         yield task if block.state is None else task.at(block.state.load())
