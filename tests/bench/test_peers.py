@@ -22,6 +22,7 @@ from bench.peers.worker import _best, measured, quality
 from eigentrace.errors import InputError
 from eigentrace.evaluate import Retrained, Subsets
 from harness.command import start
+from tests.helpers.expecting import expect_mentions, missing, refused
 from tests.helpers.places import DOCS, ROOT
 
 CPU = torch.device("cpu")
@@ -106,8 +107,8 @@ def test_the_whole_path_without_any_peer(tmp_path, absent):
 
 def test_data_that_is_not_there_ends_one_problem_only(tmp_path, capsys):
     assert main(["--small", "--problems", "cifar10n", "--out", str(tmp_path), "--cache", str(tmp_path)]) == 1
-    assert "cifar10n: InputError: cifar10n is not embedded" in capsys.readouterr().out
-    with pytest.raises(InputError, match="--data"):
+    expect_mentions(capsys.readouterr().out, ["cifar10n", "InputError"])
+    with refused(InputError, "--data"):
         cifar10n(None)
 
 
@@ -182,10 +183,10 @@ def test_ground_truth_is_made_once_and_fits_the_problem(tmp_path):
     known = truth.read_truth(at, asked)
     assert known.outputs.shape == (truth.SMALL_SUBSETS, truth.SMALL_SEEDS, 10)
     longer = Problem(replace(spec, recipe=replace(spec.recipe, epochs=9)), asked.examples, asked.states, [], CPU)
-    with pytest.raises(ValueError, match="another epochs"):
+    with refused(ValueError, "epochs"):
         truth.read_truth(at, longer)
     fewer = Problem(spec, replace(asked.examples, num_queries=3), asked.states, [], CPU)
-    with pytest.raises(ValueError, match="10 queries"):
+    with refused(ValueError, 10, 3):
         truth.read_truth(at, fewer)
 
 
@@ -320,12 +321,13 @@ def test_goals_are_judged_against_the_fastest_peer(tmp_path):
     (tmp_path / "peers.json").write_text(json.dumps({"CPU": {"digits": record}}))
     render(tmp_path, small=False)
     page = (tmp_path / "peers.md").read_text()
-    assert (
-        "Fit, eigentrace Arnoldi: the fastest peer that iterates the curvature, dattri Arnoldi, takes 2 times" in page
-    )
-    assert "dattri Arnoldi, takes 2 times as long (≥ 1 met)" in page
-    assert "dattri Arnoldi, takes 4.5 times as long (≥ 5 missed)" in page
-    assert "the fastest peer of any kind, TRAK, takes 0.1 times as long (≥ 1 missed)" in page
+    goals = [line for line in page.splitlines() if line.startswith("- ")]
+    for mentions in (
+        ["eigentrace Arnoldi", "dattri Arnoldi", 2, "(≥ 1 met)"],
+        ["dattri Arnoldi", 4.5, "(≥ 5 missed)"],
+        ["TRAK", 0.1, "(≥ 1 missed)"],
+    ):
+        assert any(not missing(line, mentions) for line in goals), mentions
     assert "load 0.5 to 3.0" in page
     assert "failed<sup>1</sup>" in page
     assert "broken \\| pipe" in page
