@@ -174,7 +174,7 @@ def test_explanations_are_compared_with_every_score(tmp_path):
         assert (everybody["how"], everybody["proponents"], everybody["opponents"]) == ("exact", 1, 1)
         assert kept["proponents"] < 1
     page = (tmp_path / "explain_small.md").read_text()
-    expect_mentions(page, ["400 digits", 3])
+    expect_mentions(page, ["400 digits, 3"])
     assert explaining.main([*options, "--render"]) == 0
     assert (tmp_path / "explain_small.md").read_text() == page
 
