@@ -96,9 +96,8 @@ def test_thresholds_are_strict():
 
 
 def test_any_numbers_can_be_the_score():
-    run = noisy(30)
-    mine = np.linspace(0, 1, 30)
-    run._columns["mine"], run.columns = mine, (*run.columns, "mine")
+    run, mine = noisy(30), np.linspace(0, 1, 30)
+    run = Columns(**{name: run.column(name) for name in run.columns}, mine=mine)
     assert clean(run, drop=3, by="mine").dropped.tolist() == [29, 28, 27]
     assert clean(run, drop=3, by=-mine).dropped.tolist() == [0, 1, 2]
     assert clean(run, drop=3, by=torch.tensor(mine, dtype=torch.bfloat16, requires_grad=True)).dropped[0] in (28, 29)

@@ -67,19 +67,25 @@ def test_without_typer_it_says_what_to_install(monkeypatch, capsys):
 
 
 def test_other_missing_packages_are_not_mistaken_for_typer(monkeypatch):
-    def broken():
-        raise ModuleNotFoundError("No module named 'rich'", name="rich")
+    real = builtins.__import__
 
-    monkeypatch.setattr(cli, "_make_app", broken)
+    def without_rich(name, *rest):
+        if name == "typer":  # which imports rich
+            raise ModuleNotFoundError("No module named 'rich'", name="rich")
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_rich)
     with refused(ModuleNotFoundError, "rich"):
         cli.main()
 
 
 def test_errors_are_one_line_on_stderr(monkeypatch, capsys):
-    def fails(*arguments):
+    from eigentrace import demo
+
+    def fails(*arguments, **options):
         raise InputError("Something arrived:\n  give another.")
 
-    monkeypatch.setattr(cli, "_demo", fails)
+    monkeypatch.setattr(demo, "run_demo", fails)
     assert run(monkeypatch, "demo") == 2
     captured = capsys.readouterr()
     assert captured.err == "eigentrace: Something arrived: give another.\n"
@@ -116,10 +122,18 @@ def test_demo_prints_progress_the_table_and_where_to_look(monkeypatch, capsys, t
         assert line.endswith(str(place))
 
 
-def test_the_default_of_steps_is_the_demo_s_own():
-    from eigentrace.demo import run_demo
+def test_the_default_of_steps_is_the_demo_s_own(monkeypatch, tmp_path):
+    from eigentrace import demo
 
-    assert inspect.signature(run_demo).parameters["steps"].default == cli._STEPS
+    default, asked = inspect.signature(demo.run_demo).parameters["steps"].default, []
+
+    def fake(out, *, seed, steps, on_message):
+        asked.append(steps)
+        return SimpleNamespace(methods=())
+
+    monkeypatch.setattr(demo, "run_demo", fake)
+    assert run(monkeypatch, "demo", "--out", str(tmp_path)) == 0
+    assert asked == [default]
 
 
 def test_columns_of_a_table_that_came_from_a_run_keep_names_of_their_own():
