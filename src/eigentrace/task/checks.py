@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eigentrace.data import NOT_SINGLE, UNBATCHED, Batch, Data
 from eigentrace.data.batch import describe_batch, kept_whole, looks_single, select, tensors_of
@@ -20,8 +20,9 @@ from eigentrace.errors import (
     TaskError,
     UnsupportedError,
 )
-from eigentrace.task.derivatives import gradient
+from eigentrace.task.derivatives import backward, gradient
 from eigentrace.task.identity import LossFingerprint, another_loss
+from eigentrace.task.parameters import some
 from eigentrace.task.task import Task
 
 # Relative differences above which two evaluations of the same thing count as different. Rounding in float64, in
@@ -51,6 +52,7 @@ def check_task(task: Task, data: Data) -> LossFingerprint:
             f"The first batch, {describe_batch(first.values)}, has other numbers when it is read again: the dataset "
             "augments or shuffles at random. Pass the examples without shuffling and random transforms."
         )
+    _check_modules(task)
     batch = task.place(first.values)
     try:
         losses = _losses_leaving_model_alone(task, batch)
@@ -58,6 +60,7 @@ def check_task(task: Task, data: Data) -> LossFingerprint:
         _check_repeatable(task, batch, losses)
         _check_independent(task, batch, losses)
         _check_gradient(task, batch, losses)
+        _check_own_gradient(task, batch)
     except Exception as error:
         name_loader(error, data, first.values)
         raise
@@ -69,6 +72,19 @@ def check_task(task: Task, data: Data) -> LossFingerprint:
             stacklevel=4,
         )
     return LossFingerprint(describe_batch(first.values), losses.double().cpu(), first.digests)
+
+
+def _check_modules(task: Task) -> None:
+    """Raise TaskError for a module whose gradient of an example depends on the other examples of the batch."""
+    selected = {tensor.data_ptr() for tensor in task.params.values()}
+    for name, module in task.model.named_modules():
+        scaled = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq
+        if scaled and (not task.is_own or module.weight.data_ptr() in selected):
+            raise TaskError(
+                f"The embedding {name!r} has scale_grad_by_freq=True, which divides gradients by how often a token "
+                "occurs in the batch, so that they are not per example. Set scale_grad_by_freq=False on that module, "
+                "or leave its weight out (params=...)."
+            )
 
 
 def note_batch(error: Exception, task: Task, batch: Any) -> None:
@@ -284,4 +300,39 @@ def _check_gradient(task: Task, batch: Any, losses: Tensor) -> None:
             "The gradient of the loss in the selected parameters is exactly zero: the loss does not depend on them. "
             "Look for .detach(), .item(), torch.no_grad(), argmax or reentrant checkpointing, or select other "
             "parameters."
+        )
+
+
+def _check_own_gradient(task: Task, batch: Any) -> None:
+    """Raise TaskError if an ordinary backward pass of the model gives other gradients than replaced parameters do."""
+    if not task.is_own:
+        return
+    own = dict(task.model.named_parameters())
+    params = {name: own[name] for name in task.params}
+    frozen = [parameter for parameter in params.values() if not parameter.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        with torch.enable_grad():
+            expected = backward(task.own_losses(batch).sum(), params)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    found = gradient(task, task.params, batch)
+    # The gradient of a parameter without effect, such as a bias before a softmax over keys, is rounding alone.
+    least = 1e-2 * max(float(part.norm()) for part in (*expected.values(), *found.values()))
+    gaps = {
+        name: float((found[name] - part).norm()) / max(float(part.norm()), float(found[name].norm()), least)
+        for name, part in expected.items()
+        if least > 0
+    }
+    wrong = {name: gap for name, gap in gaps.items() if gap > SAME_TOL[precision_of(task)]}
+    if wrong:
+        worst = max(wrong, key=lambda name: wrong[name])
+        raise TaskError(
+            f"The gradient of {some(list(wrong))} is not what training sees: that of {worst!r} differs by "
+            f"{wrong[worst]:.0%} from an ordinary backward pass. The model uses a parameter in a way that replacing it "
+            "does not reach (kept in a list, a closure or a module that is not registered), or a hook changes its "
+            "gradient. Use the registered attribute (nn.ModuleList, nn.ParameterList), remove the hook, or leave the "
+            "parameter out (params=...)."
         )

@@ -40,7 +40,7 @@ class Coverage:
             return attributed
         reasons = "; ".join(sorted(set(self.without_rule.values())))
         return (
-            f"{attributed}, {len(self.without_rule)} of them ({_some(list(self.without_rule), 3)}) by a slower engine: "
+            f"{attributed}, {len(self.without_rule)} of them ({some(list(self.without_rule), 3)}) by a slower engine: "
             f"{reasons}"
         )
 
@@ -63,7 +63,7 @@ def select_params(model: nn.Module, params: Params) -> dict[str, nn.Parameter]:
     if not chosen:
         raise TaskError(
             f"params={params!r} matches none of the {len(everything)} parameters of {type(model).__name__} "
-            f"({_some(list(everything))}). Pass a pattern that matches these names, or 'trainable' after "
+            f"({some(list(everything))}). Pass a pattern that matches these names, or 'trainable' after "
             "unfreezing some."
         )
     _check(chosen)
@@ -87,7 +87,7 @@ def match_values(
             raise TaskError(f"{what} must be a finite number that is not negative, got {value!r} for {pattern!r}.")
         if not any(_matches(names, pattern) for names in aliases.values()):
             raise TaskError(
-                f"{what} pattern {pattern!r} matches none of the selected parameters ({_some(list(aliases))})."
+                f"{what} pattern {pattern!r} matches none of the selected parameters ({some(list(aliases))})."
             )
     return {
         name: next((float(value) for pattern, value in values.items() if _matches(names, pattern)), 0.0)
@@ -131,7 +131,7 @@ def _choose(
         )
     unmatched = [p for p in patterns if not any(_matches(names, p) for names in aliases.values())]
     if unmatched and len(patterns) > 1:
-        raise TaskError(f"params patterns {unmatched} match no parameter ({_some(list(everything))}).")
+        raise TaskError(f"params patterns {unmatched} match no parameter ({some(list(everything))}).")
     return {name: p for name, p in everything.items() if any(_matches(aliases[name], q) for q in patterns)}
 
 
@@ -183,6 +183,7 @@ def _check(chosen: Mapping[str, Tensor]) -> None:
         )
 
 
-def _some(names: Sequence[str], limit: int = 5) -> str:
+def some(names: Sequence[str], limit: int = 5) -> str:
+    """Return the first names, and how many more there are."""
     more = f", … {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

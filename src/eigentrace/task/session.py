@@ -4,13 +4,16 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from traceback import walk_tb
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_map_only
 
 from eigentrace.errors import InputError, UnsupportedError
 
@@ -18,6 +21,9 @@ _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 # Names that torch.utils.checkpoint.checkpoint calls for either kind. Models import that function by name, so it cannot
 # be replaced itself.
 _CHECKPOINTING = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
+
+# Whether a function of the user is running, as opposed to eigentrace's own code around it.
+_IN_FUNCTION: ContextVar[bool] = ContextVar("in_function", default=False)
 
 
 @contextmanager
@@ -34,9 +40,12 @@ def prepared(model: nn.Module) -> Iterator[None]:
       it is constant in both.
     - Fused weight normalisation silently treats the norms as constant in its second derivative: it is replaced by
       separate operations.
+    - What the user's functions compute under `torch.no_grad()` is constant in forward mode too, which ignores it.
     - Activation checkpointing is disabled: the backward pass would recompute a block outside of the transforms of the
       forward pass, at the model's own parameters.
     - The global random state is restored, even if a data loader or dropout drew from it.
+
+    Eval mode is set module by module: `model.eval()` may be overridden, for example to merge adapters into weights.
     """
     if torch.is_inference_mode_enabled():
         raise UnsupportedError(
@@ -45,7 +54,7 @@ def prepared(model: nn.Module) -> Iterator[None]:
         )
     with ExitStack() as stack:
         stack.enter_context(_as_found(model))
-        model.eval()
+        stack.enter_context(_in_eval_mode(model))
         for module in model.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 module.sparse = False
@@ -53,6 +62,7 @@ def prepared(model: nn.Module) -> Iterator[None]:
                 module.forward = _looked_up(module)  # type: ignore[method-assign]
         stack.enter_context(_constant_padding(model))
         stack.enter_context(_no_checkpointing())
+        stack.enter_context(_constant_under_no_grad())
         stack.enter_context(_no_fused_weight_norm())
         stack.enter_context(_no_fused_encoder())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -72,6 +82,16 @@ def prepared(model: nn.Module) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="There is a performance drop")
         yield
+
+
+@contextmanager
+def user_function() -> Iterator[None]:
+    """Mark the code inside as the user's: in a session, results computed under `torch.no_grad()` are constants."""
+    token = _IN_FUNCTION.set(True)
+    try:
+        yield
+    finally:
+        _IN_FUNCTION.reset(token)
 
 
 def lookup_outside(model: nn.Module, error: IndexError) -> InputError | None:
@@ -116,6 +136,27 @@ def _as_found(model: nn.Module) -> Iterator[None]:
     finally:
         for attributes in found:
             attributes.restore()
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Set and restore the mode of each module without calling its `train` or `eval`, which may have side effects."""
+    found: list[tuple[nn.Module, bool]] = []
+    try:
+        for name, module in model.named_modules():
+            mode = module.training
+            try:
+                module.training = False
+            except (AttributeError, RuntimeError) as error:
+                raise UnsupportedError(
+                    f"The mode of module {name!r} ({type(module).__name__}) cannot be set: {error} | eigentrace sets "
+                    "`training` of every module to False and restores it. Make the attribute writable."
+                ) from error
+            found.append((module, mode))
+        yield
+    finally:
+        for module, mode in found:
+            module.training = mode
 
 
 class _Attributes:
@@ -227,6 +268,51 @@ def _no_checkpointing() -> Iterator[None]:
     finally:
         for name, own in found.items():
             setattr(checkpoint, name, own)
+
+
+class _ConstantResults(TorchFunctionMode):
+    """Detach the results of torch functions that run while gradients are disabled."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() or any(result is argument for argument in args):
+            return result  # in-place functions return their input
+        return tree_map_only(Tensor, Tensor.detach, result)
+
+
+@contextmanager
+def _constant_under_no_grad() -> Iterator[None]:
+    """Treat what a user's function computes under `torch.no_grad()` as constant, as reverse mode does.
+
+    Forward mode ignores `torch.no_grad()`, but it respects `detach`.
+    """
+    blocks = (torch.no_grad, torch.set_grad_enabled)
+    own = [(block, block.__enter__, block.__exit__) for block in blocks]
+    modes: dict[int, _ConstantResults] = {}
+
+    def patch(block: Any, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
+        def entering(self: Any) -> Any:
+            found = enter(self)
+            if _IN_FUNCTION.get() and not torch.is_grad_enabled():
+                modes[id(self)] = _ConstantResults()
+                modes[id(self)].__enter__()
+            return found
+
+        def leaving(self: Any, *error: Any) -> Any:
+            mode = modes.pop(id(self), None)
+            if mode is not None:
+                mode.__exit__(*error)
+            return leave(self, *error)
+
+        block.__enter__, block.__exit__ = entering, leaving
+
+    try:
+        for found in own:
+            patch(*found)
+        yield
+    finally:
+        for block, enter, leave in own:
+            block.__enter__, block.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
 @contextmanager

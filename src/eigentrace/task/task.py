@@ -16,7 +16,7 @@ from eigentrace.errors import EigentraceWarning, MismatchError, TaskError
 from eigentrace.task.identity import LossFingerprint, WeightSums, fingerprint
 from eigentrace.task.layout import Layout
 from eigentrace.task.parameters import Coverage, Params, aliases_of, coverage_of, match_values, select_params
-from eigentrace.task.session import lookup_outside, prepared
+from eigentrace.task.session import lookup_outside, prepared, user_function
 
 ModelFunction = Callable[[nn.Module, Any], Any]
 Values = Mapping[str, Tensor]
@@ -109,6 +109,16 @@ class Task:
     def vector(self) -> Tensor:  # (P,)
         """The selected parameters as one flat vector."""
         return self.layout.flatten(self.params)
+
+    def own_losses(self, batch: Any) -> Tensor:  # (B,)
+        """Return the per-example losses of the model as it is, without replacing its parameters."""
+        with user_function():
+            return _per_example(self._loss(self.model, batch), "loss")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the values of the parameters are the model's own tensors."""
+        return self._is_own
 
     def session(self) -> AbstractContextManager[None]:
         """Return a context manager with the model in eval mode and differentiable kernels; see `prepared`."""
@@ -292,7 +302,7 @@ class Task:
         casting = torch.autocast(self.layout.device.type, torch.bfloat16, cache_enabled=False) if self._bf16 else None
         try:
             # Around the model only, as in training: backward passes use the types of the forward pass.
-            with casting or nullcontext():
+            with casting or nullcontext(), user_function():
                 return functional_call(_Caller(self.model), swapped, (function, batch))
         except IndexError as error:
             outside = lookup_outside(self.model, error)

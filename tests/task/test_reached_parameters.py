@@ -1,0 +1,168 @@
+"""Models whose parameters are used in ways that replacing module attributes does not reach, and eval() with effects."""
+
+import pytest
+import torch
+from torch import nn
+
+import eigentrace as et
+from eigentrace.errors import TaskError, UnsupportedError
+from tests.helpers.expecting import refused
+
+
+def data(size=24, width=4):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size, width, generator=generator)
+    return et.Data(torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
+
+
+def fit(model, **options):
+    return et.TracIn().fit(et.classification(model, **options), data())
+
+
+class InList(nn.Module):
+    """Registered, and used through a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 2)
+        self.kept = [self.first.weight]
+
+    def forward(self, x):
+        return self.last(torch.tanh(x @ self.kept[0].T + self.first.bias))
+
+
+class InClosure(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 2)
+        weight = self.first.weight
+        self.multiply = lambda x: x @ weight.T
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.multiply(x) + self.first.bias))
+
+
+class Shared(nn.Module):
+    """A module that is not registered shares a registered weight, so that it gets a part of the gradient only."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        other = nn.Linear(4, 4)
+        other.weight = self.first.weight
+        self.others = (other,)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.others[0](torch.tanh(self.first(x)))))
+
+
+class Hooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 2)
+        mask = torch.zeros(5, 4)
+        mask[:2] = 1
+        self.first.weight.register_hook(lambda gradient: gradient * mask)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("kind", [InList, InClosure, Shared, Hooked])
+def test_a_parameter_that_is_not_reached_is_named(kind):
+    with refused(TaskError, "first.weight"):
+        fit(kind())
+
+
+@pytest.mark.parametrize("kind", [InList, InClosure, Shared, Hooked])
+def test_others_can_be_attributed_to(kind):
+    assert fit(kind(), params="last.*").self_influence(data()).isfinite().all()
+
+
+def test_frozen_parameters_that_are_selected_stay_frozen():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    fit(model, params="all")
+    assert [parameter.requires_grad for parameter in model.parameters()] == [False, False, True, True]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Adapted(nn.Module):
+    """As loralib does: the adapter is merged into the weight by eval() and taken out again by train()."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(4, 2)
+        self.down, self.up = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.randn(2, 2))
+        self.merged, self.calls = False, 0
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.calls += 1
+        if self.merged == mode:
+            sign = -1 if mode else 1
+            self.base.weight.data += sign * self.up @ self.down
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        return self.base(x) if self.merged else self.base(x) + x @ self.down.T @ self.up.T
+
+
+def test_eval_with_side_effects_is_not_called():
+    model = nn.Sequential(Adapted(), nn.Tanh(), nn.Linear(2, 2))
+    before, calls = {name: value.clone() for name, value in model.state_dict().items()}, model[0].calls
+    for _ in range(2):
+        fitted = fit(model)
+        fitted.self_influence(data())
+    assert model[0].calls == calls
+    assert not model[0].merged
+    assert all(module.training for module in model.modules())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    plain = nn.Sequential(Adapted(), nn.Tanh(), nn.Linear(2, 2))
+    plain.load_state_dict(before)
+    assert torch.equal(fit(plain).self_influence(data()), fitted.self_influence(data()))
+
+
+def test_modes_of_scripted_submodules_are_put_back():
+    model = nn.Sequential(nn.Linear(4, 3), torch.jit.script(nn.Dropout(0.5)), nn.Linear(3, 2))
+    model.train()
+    model[2].eval()
+    fit(model).self_influence(data())
+    assert [module.training for module in model] == [True, True, False]
+
+
+def test_a_mode_that_cannot_be_set_is_refused_before_anything_changes():
+    class Stubborn(nn.Module):
+        def __setattr__(self, name, value):
+            if name == "training" and "weight" in self.__dict__.get("_parameters", {}):
+                raise AttributeError("training is fixed")
+            super().__setattr__(name, value)
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 4))
+
+        def forward(self, x):
+            return x @ self.weight.T
+
+    model = nn.Sequential(nn.Dropout(0.1), Stubborn())
+    with refused(UnsupportedError, "'1'", "Stubborn"):
+        fit(model)
+    assert model[0].training
+
+
+def test_gradients_scaled_by_frequency_are_refused():
+    class Words(nn.Module):
+        def __init__(self, scaled):
+            super().__init__()
+            self.table, self.last = nn.Embedding(6, 3, scale_grad_by_freq=scaled), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.last(self.table(x.abs().long().clamp(max=5)).mean(1))
+
+    with refused(TaskError, "table", "scale_grad_by_freq"):
+        fit(Words(True))
+    fit(Words(False))
+    fit(Words(True), params="last.*")
