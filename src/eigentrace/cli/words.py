@@ -88,16 +88,12 @@ def fit(
     method: Annotated[str | None, _of_fit("Attribution method: Arnoldi (default), TracIn, RandProj, Lissa, …")] = None,
     steps: Annotated[int | None, _of_fit("Number of curvature products (200).")] = None,
     keep: Annotated[int | None, _of_fit("Number of directions to keep (50).")] = None,
-    tail: Annotated[
-        str | None, _of_fit("Eigenvalue assumed for all other directions: auto, shaped, none, or a number.")
-    ] = None,
+    tail: Annotated[str | None, _of_fit("Eigenvalue of the other directions: auto, shaped, none, a number.")] = None,
     coordinates: Annotated[
         str | None, _of_fit("Numbers stored per example for the tail: 1024, or a share of its energy such as 0.9.")
     ] = None,
     curvature: Annotated[str | None, _of_fit("Curvature matrix: auto, gauss-newton or hessian.")] = None,
-    sample: Annotated[
-        str | None, _of_fit("Number of examples that the curvature is averaged over (8192), or all.")
-    ] = None,
+    sample: Annotated[str | None, _of_fit("Number of examples for the curvature (8192), or all.")] = None,
     precision: Annotated[str | None, _of_fit("Precision of the curvature products: fp32 or bf16.")] = None,
     seed: Annotated[int | None, _of_fit("Seed of all random choices.")] = None,
     set_: Annotated[
