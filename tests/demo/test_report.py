@@ -77,7 +77,7 @@ def test_examples_say_what_was_given_and_what_is_true(report):
     page = re.sub(r"<[^>]*>", "", render_page(report))
     assert "given 3 · true 8✓ wrong label" in page
     assert "given 2 · true 2✗ right label" in page
-    assert "1 of these 2 carry a wrong label" in page
+    assert "1 of these 2" in page
     assert 'class="hit"' in render_page(report)
     assert 'class="miss"' in render_page(report)
 
@@ -104,8 +104,8 @@ def test_all_text_is_escaped(report):
 
 
 def test_error_bounds_are_named_only_where_there_are_some(report):
-    assert "are error bounds." in render_page(report)
-    assert "are error bounds." not in render_page(replace(report, residuals=None))
+    assert "error bounds" in render_page(report)
+    assert "error bounds" not in render_page(replace(report, residuals=None))
 
 
 def test_the_legend_names_only_what_is_drawn(report):
