@@ -101,13 +101,13 @@ def test_a_digest_is_the_hash_of_its_parts():
 
 
 REFUSED = {  # an example, and what the error mentions of it
-    "object": (object(), "object"),
-    "set": ({1}, "set"),
+    "object": (object(), "type object"),
+    "set": ({1}, "type set"),
     "sparse tensor": (torch.eye(2).to_sparse(), "torch.sparse_coo"),
     "record array": (np.zeros(2, dtype=[("a", "i4")]), "[('a', '<i4')]"),
     "long double": (np.zeros(2, dtype=np.longdouble), np.dtype(np.longdouble).name),
     "meta tensor": (torch.zeros(2, device="meta"), "meta"),
-    "inside": ({"x": [1, object()]}, "object"),
+    "inside": ({"x": [1, object()]}, "type object"),
 }
 
 

@@ -225,7 +225,7 @@ def test_queries_of_another_form_are_named_beside_that_of_the_fit(method, querie
         with pytest.raises(error) as caught:
             ask()
         (note,) = caught.value.__notes__
-        expect_mentions(note, [batch, "{'x': float32 (8, 3), 'y': int64 (8,)}"])
+        expect_mentions(note, [f"batch {batch}", "{'x': float32 (8, 3), 'y': int64 (8,)}"])
 
 
 def test_a_loss_fit_asked_about_another_form_mentions_both():

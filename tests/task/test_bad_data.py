@@ -72,10 +72,10 @@ def dataset():
 
 
 DATA = {
-    "empty dataset": (lambda: TensorDataset(torch.zeros(0, 3)), ("TensorDataset", 0)),
+    "empty dataset": (lambda: TensorDataset(torch.zeros(0, 3)), ("TensorDataset", "0 examples")),
     "empty list": (lambda: [], ("list", "[]")),
-    "empty loader": (lambda: DataLoader(TensorDataset(torch.zeros(0, 3))), ("TensorDataset", 0)),
-    "empty batches": (lambda: [examples(0), examples(0)], ("list", 0)),
+    "empty loader": (lambda: DataLoader(TensorDataset(torch.zeros(0, 3))), ("TensorDataset", "0 examples")),
+    "empty batches": (lambda: [examples(0), examples(0)], ("list", "0 examples")),
     "shuffle": (lambda: DataLoader(dataset(), shuffle=True), ("DataLoader", "RandomSampler", "shuffle=False")),
     "RandomSampler": (lambda: DataLoader(dataset(), sampler=RandomSampler(dataset())), ("RandomSampler",)),
     "SubsetRandomSampler": (
@@ -106,7 +106,7 @@ DATA = {
     ),
     "another order, and workers of its own": (
         lambda: DataLoader(dataset(), sampler=[*range(1, len(dataset())), 0], worker_init_fn=int),
-        ("example 0", "example 1", 12),
+        ("list", "example 0", "example 1", 12),
     ),
     "unstable batch sampler": (
         lambda: DataLoader(dataset(), batch_sampler=BatchSampler(Unstable(), 4, drop_last=False)),
@@ -132,8 +132,8 @@ DATA = {
     ),
     "tuple of batches": (lambda: (examples(), examples()), ("(tuple, tuple)",)),
     "tuple of arrays": (lambda: (np.zeros((2, 3)), np.zeros(2)), ("(ndarray, ndarray)",)),
-    "batch without tensors": (lambda: [{"x": [1.0]}], ("dict",)),
-    "empty dict": (dict, ("dict",)),
+    "batch without tensors": (lambda: [{"x": [1.0]}], ("type dict",)),
+    "empty dict": (dict, ("type dict",)),
 }
 
 

@@ -35,8 +35,8 @@ LOSSES = {
     "column": (lambda m, b: cross_entropy(m, b)[:, None], TaskError, ("(8, 1)", "(B,)")),
     "too few": (lambda m, b: cross_entropy(m, b)[:3], TaskError, ("3 numbers", "8 examples")),
     "per class": (lambda m, b: m(b[0]).flatten(), TaskError, ("24 numbers", "8 examples")),
-    "a number": (lambda m, b: 1.0, TaskError, ("loss", "float")),
-    "a list": (lambda m, b: list(cross_entropy(m, b)), TaskError, ("loss", "list")),
+    "a number": (lambda m, b: 1.0, TaskError, ("loss", "tensor", "float")),
+    "a list": (lambda m, b: list(cross_entropy(m, b)), TaskError, ("loss", "tensor", "list")),
     "integers": (lambda m, b: m(b[0]).argmax(1), TaskError, ("loss", "torch.int64")),
     "dropout": (
         lambda m, b: cross_entropy(m, (F.dropout(b[0], training=True), b[1])),

@@ -146,7 +146,7 @@ def with_index(folder, text):
 
 DAMAGED = {
     "cut pickle": (lambda at: cut(saved(at / "a.pt", state())), ("a.pt",)),
-    "empty": (lambda at: written(at / "a.pt", b""), ("a.pt",)),
+    "empty": (lambda at: written(at / "a.pt", b""), ("a.pt", "EOFError")),
     "text": (lambda at: written(at / "a.pt", b"hello world"), ("a.pt",)),
     "cut safetensors": (lambda at: cut(safe(at / "a.safetensors")), ("a.safetensors",)),
     "empty safetensors": (lambda at: written(at / "a.safetensors", b""), ("a.safetensors",)),
