@@ -1,1 +1,1 @@
-"""Benchmarks, each a command: `python -m bench.projection`. No part of the installed package."""
+"""Benchmarks, each a command such as `python -m bench.projection`. Not part of the installed package."""

@@ -1,4 +1,4 @@
-"""Milliseconds and peak memory of one curvature product, and a whole fit from end to end.
+"""Measure the time and peak memory of one curvature product, and of a complete fit.
 
 python -m bench.curvature --models vit_l_32          # on a GPU, in pieces: results merge
 python -m bench.curvature --models vit_l_32 --fit    # the fit instead of the products
@@ -27,7 +27,7 @@ SMALL_FIT = et.Arnoldi(steps=20, keep=5, sample=32, basis=et.Basis(dtype="bf16",
 
 
 def measure(subject: Subject, recorder: Recorder, settings: argparse.Namespace) -> None:
-    """Measure one model: its products, or a fit."""
+    """Measure the products of one model, or a fit."""
     run = recorder.run
 
     def cell(name: str, work: Callable[[], Cell]) -> None:
@@ -46,7 +46,7 @@ def measure(subject: Subject, recorder: Recorder, settings: argparse.Namespace) 
 
 
 def make_curvature(subject: Subject, kind: Kind, precision: Precision, *, compiles: bool) -> Curvature:
-    """Take the curvature on the batch, differentiated the way the model allows."""
+    """Return the curvature on the batch, with the differentiation that the model supports."""
     curvature = Curvature(subject.task, et.Data.from_batches([subject.batch]), None, kind, precision)
     curvature = replace(curvature, form=working_form(curvature, subject.part(2)))
     return replace(curvature, compile=True) if compiles else curvature
@@ -55,7 +55,7 @@ def make_curvature(subject: Subject, kind: Kind, precision: Precision, *, compil
 def one_product(
     subject: Subject, v: torch.Tensor, run: Run, kind: Kind, precision: Precision, *, compiles: bool
 ) -> Cell:
-    """Time the curvature of one batch, times a vector."""
+    """Time the product of one batch's curvature with a vector."""
     with subject.task.session():
         curvature = make_curvature(subject, kind, precision, compiles=compiles)
         timing = timed(lambda: curvature.matvec(v), run, compiles=compiles)
@@ -63,7 +63,7 @@ def one_product(
 
 
 def chosen_fit(small: bool, steps: int | None, mode: str) -> et.Arnoldi:
-    """Return the settings of a fit, with other steps and another way to run than usual if asked for."""
+    """Return the settings of a fit, with the number of steps and the mode of the command line."""
     method = SMALL_FIT if small else FIT
     if steps is not None:
         method = replace(method, steps=steps, keep=min(method.keep, steps))
@@ -84,10 +84,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = options("Milliseconds and memory of curvature products, or a whole fit.")
     parser.add_argument("--kinds", type=choices(*KINDS), default=list(KINDS), help=",".join(KINDS))
     parser.add_argument("--precisions", type=choices(*PRECISIONS), default=list(PRECISIONS), help=",".join(PRECISIONS))
-    modes = "eager,compiled; eager if left out, and for a fit what it decides itself"
+    modes = "eager,compiled; default: eager, and for a fit chosen automatically"
     parser.add_argument("--modes", type=choices(*MODES), help=modes)
-    parser.add_argument("--fit", action="store_true", help="measure a whole Arnoldi fit instead of products")
-    parser.add_argument("--steps", type=positive, help="products of the fit: 200, or 20 with --small")
+    parser.add_argument("--fit", action="store_true", help="measure a complete Arnoldi fit instead of products")
+    parser.add_argument("--steps", type=positive, help="number of products of the fit: 200, or 20 with --small")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Whom explanations name: the share of the truly strongest among them, by stored features and by shortlists.
+"""Measure the recall of explanations by stored features and shortlists, compared with all exact scores.
 
 python -m bench.explain            # 6,000 digits, minutes on a CPU
 python -m bench.explain --small    # 400 digits, to see that all runs
@@ -40,7 +40,7 @@ _RECIPE = Recipe(epochs=10, batch=64, lr=0.05)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what the command line asks for; return how many numbers failed."""
+    """Run the command line; return the number of failures."""
     settings = _parser().parse_args(argv)
     work = ask_runs if settings.rows else _measure
     return carried_out(
@@ -75,7 +75,7 @@ def _measure(run: Run, path: Path, settings: argparse.Namespace) -> int:
 def _cells(
     scored: et.Run, fitted: Any, data: et.Data, queries: tuple[Tensor, Tensor], run: Run
 ) -> Iterator[tuple[str, Cell]]:
-    """Compare what each way names with the extremes of every score of the fit."""
+    """Compare the examples that each way returns with the extremes of all scores of the fit."""
     for word, normalize in NORMALIZED.items():
         exact = fitted.influence(data, queries, normalize=normalize)  # (Q, N)
         truth = [(sign * exact).topk(_TOP, dim=1).indices.cpu() for sign in (1, -1)]
@@ -102,7 +102,7 @@ def _line(cell: Cell) -> str:
 
 
 def render(out: Path, small: bool) -> None:
-    """Write the tables from the JSON."""
+    """Render the tables from the JSON file."""
     about = (
         f"Which share of the {_TOP} strongest proponents and opponents, by all scores of a fit, an explanation names. "
         "Questions are test digits that a 784-128-64-10 network gets wrong. Seconds are of one question and of all."
@@ -131,11 +131,11 @@ def _machine(problems: dict[str, Record]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.explain", description="Whom explanations name.")
-    parser.add_argument("--queries", type=positive, default=25, help="wrongly classified digits to ask about")
-    parser.add_argument("--rows", type=_sizes, help="ask one question of runs of so many rows instead")
-    parser.add_argument("--checkout", type=Path, help="with --rows: the clone whose package is asked")
-    parser.add_argument("--cache", type=Path, help="with --rows: where runs lie meanwhile; a temporary folder")
-    parser.add_argument("--called", default="this version", help="what the tables call it")
+    parser.add_argument("--queries", type=positive, default=25, help="number of misclassified digits to explain")
+    parser.add_argument("--rows", type=_sizes, help="instead, explain one row of runs of these sizes")
+    parser.add_argument("--checkout", type=Path, help="with --rows: the clone whose package is measured")
+    parser.add_argument("--cache", type=Path, help="with --rows: folder for the runs; default: a temporary folder")
+    parser.add_argument("--called", default="this version", help="with --rows: its name in the tables")
     parser.add_argument("--small", action="store_true", help="400 digits, to see that all runs")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
     result_options(parser)

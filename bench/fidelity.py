@@ -1,4 +1,4 @@
-"""How well scores predict retraining: the tail and its δ, stored features, ensembles, in several training regimes.
+"""Measure how well scores predict retraining: with tails, stored features and ensembles, in several training regimes.
 
 python -m bench.fidelity                          # everything: minutes on a GPU, hours on a CPU
 python -m bench.fidelity --regimes mlp,logistic   # results merge
@@ -39,14 +39,14 @@ from harness.measure import Cell, attempt
 from harness.record import Recorder
 
 _BOOTSTRAP = 200
-# K of the cells about storing and ensembles, and what a shortlist is asked for.
+# K of the cells on stored features and ensembles, and the number of results of a shortlist.
 _K, _TOP, _SHORTLIST, _ASKED = 100, 20, 200, 50
 _GRID_FROM = 50
-"""The goal for δ is about K from here on."""
+"""The smallest K to which the goal for δ applies."""
 
 
 def specs(small: bool) -> dict[str, Spec]:
-    """Return the problem of each regime: the peers' two, and three more trainings of the network."""
+    """Return the problem of each regime: two of the comparison with peers, and three other trainings of the network."""
     source = SMALL if small else PROBLEMS
     found = {"logistic": source["mnist-lr"], "mlp": source["mnist-mlp"]}
     for name, (lr, epochs) in REGIMES.items():
@@ -56,7 +56,7 @@ def specs(small: bool) -> dict[str, Spec]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what the command line asks for; return how many numbers failed."""
+    """Run the command line; return the number of failures."""
     settings = _parser().parse_args(argv)
 
     def measure(path: Path) -> int:
@@ -76,11 +76,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Regime:
-    """One training, with everything that is asked about it."""
+    """One training regime, with all that is measured about it."""
 
     def __init__(self, problem: Problem, retrained: Retrained, recorder: Recorder) -> None:
         self.problem, self.retrained, self.recorder = problem, retrained, recorder
-        # A GPU is quickest with all of so little data at once.
+        # On a GPU, one batch with all of this small dataset is fastest.
         size = problem.num_train if problem.device.type == "cuda" else problem.spec.batch
         self.train = et.Data(problem.train_set, batch_size=size)
         self.queries = et.Data(problem.query_set, batch_size=size)
@@ -90,7 +90,7 @@ class Regime:
         self.failures = 0
 
     def measure(self) -> int:
-        """Fill the cells; return how many failed."""
+        """Measure the cells; return the number of failures."""
         fitted = self._fit(0)
         self._cell("gradient", lambda: self._fidelity(self._gradients(0)))
         for keep, tail in product(self.ks, TAILS):
@@ -121,7 +121,7 @@ class Regime:
         return found | {"delta": fitted.delta}
 
     def _of_stored(self, fitted: EigenFit, size: int) -> Cell:
-        """Measure scores from stored features, and whether a shortlist of them holds the strongest examples."""
+        """Measure scores from stored features, and whether their shortlists contain the strongest examples."""
         stored = fitted.stored(coordinates=size)
         features = stored.features(self.train)
         found = self._fidelity(stored.from_features(features, stored.features(self.queries, queries=True)))
@@ -134,7 +134,7 @@ class Regime:
         return found | more
 
     def _ensembles(self) -> None:
-        """Average over all networks, which were trained from different seeds."""
+        """Average scores over all networks, which were trained from different seeds."""
         indices = range(self.problem.spec.models)
         fits = [self._fit(index) for index in indices]
         self._cell("gradient/ensemble", lambda: self._fidelity(torch.stack([*map(self._gradients, indices)]).mean(0)))

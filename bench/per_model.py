@@ -1,4 +1,4 @@
-"""Benchmarks that measure model after model: the command line that they share."""
+"""The command line shared by benchmarks that measure one model after another."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -15,23 +15,23 @@ from harness.record import Recorder
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What a benchmark is made of."""
+    """A benchmark: its name, and functions that measure and render."""
 
     name: str
     parser: argparse.ArgumentParser
     batch: Callable[[Entry], int]
-    """Examples per batch unless told otherwise."""
+    """Returns the default batch size of a model."""
     measure: Callable[[Subject, Recorder, argparse.Namespace], None]
-    """Measures one model and records each number as it comes."""
+    """Measures one model and records each number at once."""
     render: Callable[[Path, bool], None]
-    """Writes tables and plots into a folder from the JSON that lies there; the flag asks for the small ones."""
+    """Renders tables and plots from the JSON file in a folder; the flag selects the small results."""
 
 
 def main(benchmark: Benchmark, argv: Sequence[str]) -> int:
-    """Do what the command line asks for.
+    """Run the command line.
 
     Returns:
-        How many models could not be measured at all, and how many numbers of earlier runs could not be measured again.
+        The number of models that could not be measured, plus that of earlier numbers that could not be repeated.
     """
     settings = benchmark.parser.parse_args(argv)
 
@@ -53,7 +53,7 @@ def _measure(benchmark: Benchmark, name: str, run: Run, path: Path, settings: ar
         benchmark.measure(subject, recorder, settings)
         return {"not_repeated": recorder.not_repeated}
 
-    # Each number has an attempt of its own: what ends here is building the model, or a mistake in the benchmark.
+    # Failures of single numbers are caught earlier: this catches failures to build the model, and bugs.
     outcome = attempt(work)
     if "failed" in outcome:
         say(f"{entry.title}: {outcome['failed']}")
@@ -62,16 +62,16 @@ def _measure(benchmark: Benchmark, name: str, run: Run, path: Path, settings: ar
 
 
 def options(description: str) -> argparse.ArgumentParser:
-    """Return a parser of what all of them understand."""
+    """Return a parser with the common options."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
-        "--models", type=choices(*MODELS), default=list(MODELS), help=f"some of {','.join(MODELS)}; all if left out"
+        "--models", type=choices(*MODELS), default=list(MODELS), help=f"some of {','.join(MODELS)}; default: all"
     )
     parser.add_argument("--small", action="store_true", help="the small versions of the models, for a CPU")
-    parser.add_argument("--batch", type=positive, help="examples per batch; each model has its own default")
-    parser.add_argument("--seconds", type=float, help="to spend on each number: 3, or 0.5 with --small")
+    parser.add_argument("--batch", type=positive, help="batch size; each model has its own default")
+    parser.add_argument("--seconds", type=float, help="seconds to spend on each number: 3, or 0.5 with --small")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
     parser.add_argument("--channels-last", action="store_true", help="give images in this memory format")
-    parser.add_argument("--profile", action="store_true", help="print where the time of each number goes")
+    parser.add_argument("--profile", action="store_true", help="print a profile of each number")
     result_options(parser)
     return parser

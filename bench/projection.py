@@ -1,4 +1,4 @@
-"""Examples per second and peak memory of projecting per-example gradients, beside a training step.
+"""Measure the throughput and peak memory of projecting per-example gradients, compared with a training step.
 
 python -m bench.projection --models vit_l_32,vit_b_32    # on a GPU, in pieces: results merge
 python -m bench.projection --small                       # on a CPU, in a minute
@@ -26,20 +26,20 @@ from harness.measure import Cell, Precision, Run, Subject, attempt, release, tim
 from harness.models import Batch, cross_entropy
 from harness.record import Recorder
 
-# A batch repeated this often outlasts any measurement.
+# Repetitions of the batch, more than any measurement needs.
 _MANY_BATCHES = 20_000
-# The engine takes single examples of batches 1, 2, 4, 8, … again: three batches notice, a run of thousands hardly.
+# The engine checks single examples of batches 1, 2, 4, 8, …, which slows down short measurements but not long runs.
 _WARM_UP = 5
-# Forward mode carries K times the activations: a part of the batch is enough to see its speed.
+# Forward mode needs K times the memory for activations, so a part of the batch is used to measure its throughput.
 _FORWARD_SHARE = 8
-# Columns of each rotation: the leading directions, among which the largest coordinates are found.
+# Number of columns of each rotation: the leading ones, which contain the largest coordinates.
 _DIRECTIONS = 32
-# Directions may take this share of the free memory; the model's pass and the engine need the rest.
+# Largest share of the free memory for directions; the forward and backward passes need the rest.
 _DIRECTIONS_SHARE = 0.6
 
 
 def measure(subject: Subject, recorder: Recorder, settings: argparse.Namespace) -> None:
-    """Measure one model: a training step, forward mode, and layerwise mode at every K."""
+    """Measure a training step, forward mode, and layerwise mode at every K of one model."""
     run = recorder.run
 
     def cell(name: str, work: Callable[[], Cell]) -> Cell:
@@ -66,8 +66,8 @@ def measure(subject: Subject, recorder: Recorder, settings: argparse.Namespace) 
 def training(subject: Subject, run: Run, *, compiles: bool) -> Cell:
     """Time a training step: model and loss in one compiled graph, backward, and a fused AdamW step.
 
-    The model stays in eval mode, so that the function differentiated is the one gradients are projected of. The step is
-    of length zero: it costs the same, and leaves the weights alone.
+    The model stays in eval mode, so that the same function is differentiated as for projections. The learning rate is
+    zero: the step costs the same and does not change the weights.
     """
     model = subject.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
@@ -93,38 +93,38 @@ def training(subject: Subject, run: Run, *, compiles: bool) -> Cell:
 
 @dataclass(frozen=True)
 class DirectionPool:
-    """One matrix of random directions, of which every K takes its first."""
+    """One matrix of random directions, whose first K are used for every K."""
 
     matrix: Tensor  # (most, P)
     task: et.Task
 
     @staticmethod
     def draw(task: et.Task, ks: Sequence[int], run: Run) -> "DirectionPool":
-        """Draw as many directions as the largest K, or the largest K whose directions fit beside the model."""
+        """Draw directions for the largest K, or for the largest that fits in memory with the model."""
         layout = task.layout
         dtype = torch.bfloat16 if run.precision == "bf16" else layout.dtype
         fitting = int(_DIRECTIONS_SHARE * _free_memory(run.device)) // (layout.numel * dtype.itemsize)
         count = max((k for k in ks if k <= fitting), default=max(1, fitting))
-        matrix = aligned(count, layout.numel, dtype, run.device)  # as the directions of a fit are
+        matrix = aligned(count, layout.numel, dtype, run.device)  # laid out as the directions of a fit
         generator = torch.Generator(run.device).manual_seed(3)
-        for direction in matrix:  # one at a time: some kernels cannot count to more than 2³¹ numbers
+        for direction in matrix:  # one at a time: some kernels support at most 2³¹ elements
             direction.normal_(generator=generator)
         return DirectionPool(matrix, task)
 
     def directions(self, k: int) -> Directions:
-        """Return K directions, the first ones again where there are fewer."""
+        """Return K directions, repeating the first ones if there are fewer."""
         full, rest = divmod(k, len(self.matrix))
         parts = [self.matrix] * full + ([self.matrix[:rest]] if rest else [])
         dense = tuple(DenseDirections(part, self.task.layout) for part in parts)
         return dense[0] if len(dense) == 1 else StackedDirections(dense)
 
     def remarks(self, k: int) -> list[str]:
-        """Say where directions were repeated."""
+        """Return a note if directions were repeated."""
         count = len(self.matrix)
         return [f"The first {count} directions repeated: {k} do not fit beside the model."] if k > count else []
 
     def unused(self, k: int) -> int:
-        """Bytes of the matrix that a measurement at K does not touch."""
+        """Return the bytes of the matrix that are unused at K."""
         return self.matrix[k:].nbytes
 
 
@@ -136,7 +136,7 @@ def _free_memory(device: torch.device) -> int:
 
 
 def forward_mode(subject: Subject, pool: DirectionPool, k: int, run: Run) -> Cell:
-    """Time the paper's way, in the precision of the others where the model allows it."""
+    """Time forward mode, the paper's algorithm, in the precision of the others if the model supports it."""
     batch = subject.part(max(1, subject.size // _FORWARD_SHARE))
     precisions: tuple[Precision, ...] = ("bf16", "fp32") if run.precision == "bf16" else ("fp32",)
     found: Cell = {}
@@ -151,7 +151,7 @@ def forward_mode(subject: Subject, pool: DirectionPool, k: int, run: Run) -> Cel
 
 
 def layerwise(subject: Subject, pool: DirectionPool, k: int, run: Run, *, compiles: bool) -> Cell:
-    """Time layerwise reverse mode, squared norms included."""
+    """Time layerwise reverse mode, including squared norms."""
     compute = Compute(engine="layerwise", precision=run.precision, batch="data", compile=compiles)
     found = projecting(make_job(pool, k, compute, norms=True), subject.batch, pool, run)
     remarks = pool.remarks(k)
@@ -162,7 +162,7 @@ def layerwise(subject: Subject, pool: DirectionPool, k: int, run: Run, *, compil
 
 
 def rotated_mode(subject: Subject, run: Run) -> Cell:
-    """Time layerwise reverse mode on coordinates in a rotated basis, shared out among the matrices."""
+    """Time layerwise reverse mode on coordinates in rotated bases, distributed over the matrices."""
     task, device = subject.task, run.device
     shapes = dict(zip(task.layout.names, task.layout.shapes, strict=True))
     matrices = [name for name, shape in shapes.items() if len(shape) > 1]
@@ -170,7 +170,7 @@ def rotated_mode(subject: Subject, run: Run) -> Cell:
     rotations = {}
     for number, name in enumerate(matrices):
         share = ROTATED * (number + 1) // len(matrices) - ROTATED * number // len(matrices)
-        # An embedding keeps its words: its rows are looked up, not rotated.
+        # Embeddings are not rotated on the side of words, since their vectors are looked up.
         words = shapes[name][0] if name.startswith("embedding") else None
         sides = [_directions(n, generator) for n in (shapes[name][0], shapes[name][1:].numel())]
         limits = [words or sides[0].shape[1], sides[1].shape[1]]
@@ -187,12 +187,12 @@ def _directions(size: int, generator: torch.Generator) -> Tensor:
 
 
 def make_job(pool: DirectionPool, k: int, compute: Compute, *, norms: bool) -> Job:
-    """Describe the work: the gradients of the losses, on the first K directions."""
+    """Create the job that projects the gradients of the losses on the first K directions."""
     return Job.of(pool.task, "losses", pool.directions(k), norms=norms, compute=compute)
 
 
 def projecting(job: Job, batch: Batch, pool: DirectionPool | None, run: Run) -> Cell:
-    """Time a job on one batch, given again and again."""
+    """Time a job on one batch, repeated."""
     data = et.Data.from_batches([batch] * _MANY_BATCHES)
     with job.task.session():
         steps = project(job, data)

@@ -1,4 +1,4 @@
-"""One question to a run of many rows: how long it takes beside the search, and how much memory."""
+"""Measure one explanation from a large run: its time beyond the search, and its memory."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     "no duplicates": {"exclude": "duplicates"},
 }
 _GOAL = "50 ms beside the search itself, and memory that does not grow with the run"
-# Asked in a process of its own, in which nothing else takes memory; what is mapped from files is not counted.
+# Measured in a separate process, so that nothing else takes memory; memory-mapped files are not counted.
 _CHILD = """
 import json, statistics, sys, threading, time
 from importlib import import_module
@@ -77,7 +77,7 @@ print(json.dumps({"peak": watch.most - watch.first} | seconds))
 
 
 def ask_runs(run: Run, path: Path, settings: argparse.Namespace) -> int:
-    """Ask runs of several sizes; return how many numbers failed."""
+    """Explain a row of runs of several sizes; return the number of failures."""
     failures = 0
     source = Path(__file__).parent.parent if settings.checkout is None else settings.checkout.resolve()
     for rows in settings.rows:
@@ -115,7 +115,7 @@ def _line(cell: Cell) -> str:
 
 
 def question_tables(problems: dict[str, Record], notes: Notes) -> list[str]:
-    """Lay out what one question took, by size of the run."""
+    """Return the table of time and memory, by size of the run."""
     if not problems:
         return []
     lines = [

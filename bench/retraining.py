@@ -1,4 +1,4 @@
-"""Small networks trained many at once: the fused way for plain networks, the mapped way for any, and one by one.
+"""Measure training many small networks at once: fused (plain networks), vmapped (any network) and one by one.
 
 python -m bench.retraining                  # 64 networks 784-128-64-10 on 2,500 digits; --device cuda for 512
 python -m bench.retraining --small          # seconds, to see that all runs
@@ -29,7 +29,7 @@ _BATCH, _LR = 50, 0.05
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what the command line asks for; return how many numbers failed."""
+    """Run the command line; return the number of failures."""
     settings = _parser().parse_args(argv)
     return carried_out(
         "retraining", settings, lambda path: _measure(start("bench.retraining", settings, argv), path, settings), render
@@ -72,13 +72,13 @@ def _alone(pairs: Any, count: int, epochs: int, device: torch.device) -> None:
 def _cell(way: Callable[[], Any], trained: int, run: Run) -> Cell:
     release(run.device)
     if run.on_gpu:
-        way()  # kernels are loaded
+        way()  # warm-up, which loads kernels
     seconds = min(with_seconds(way, run.device)[1] for _ in range(2))
     return {"seconds": seconds, "networks": trained, "per_second": trained / seconds}
 
 
 def render(out: Path, small: bool) -> None:
-    """Write the tables from the JSON."""
+    """Render the tables from the JSON file."""
     about = (
         "Networks 784-128-64-10 trained by stochastic gradient descent in batches of 50 digits, each from its own "
         "seed, as `eigentrace.evaluate` trains them for ground truth; the better of two. One after the other is a "

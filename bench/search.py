@@ -1,4 +1,4 @@
-"""Exact search of stored features: this package's, `torch.topk` chunk by chunk, and FAISS where it is installed.
+"""Measure exact search of stored features: this package, `torch.topk` per chunk, and FAISS if it is installed.
 
 python -m bench.search                    # top 100 of 100 queries: 10M × 32 and 1M × 128 on a CPU, 100M × 32 on a GPU
 python -m bench.search --rows 5000000 --features 64 --queries 10 --k 20
@@ -24,7 +24,7 @@ from harness.command import carried_out, positive, result_options, say, start
 from harness.measure import Cell, Run, attempt, release, timed
 from harness.record import Notes, Record, Recorder, memory, shown, table
 
-# Rows that are drawn, and read, at a time.
+# Number of rows that are drawn and read at a time.
 _CHUNK, _CHUNK_ON_GPU = 65_536, 2**20
 SIZES = {"cpu": ((10_000_000, 32), (1_000_000, 128)), "cuda": ((100_000_000, 32),)}
 SMALL_SIZES = ((200_000, 32), (50_000, 128))
@@ -38,13 +38,13 @@ WAYS = {
 }
 _FAISS_MISSING = "faiss is not installed: left out (`pip install faiss-cpu`)"
 
-# Two scores that differ by rounding may change places at the end of a list.
+# Scores that differ by rounding may be in a different order at the end of a list.
 _LEAST_SAME = 0.999
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Features and queries, and how many are asked for."""
+    """Features, queries and the number of results."""
 
     features: Tensor  # (N, K)
     asked: Tensor  # (Q, K)
@@ -62,22 +62,22 @@ class Problem:
 
     @property
     def num_scores(self) -> int:
-        """How many products there are."""
+        """Number of scores, N × Q."""
         return len(self.features) * len(self.asked)
 
     def chunks(self, features: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Read the features as a run is read."""
+        """Yield the features in chunks, as a run does."""
         features = self.features if features is None else features
         size = _CHUNK_ON_GPU if self.asked.is_cuda else _CHUNK
         for first in range(0, len(features), size):
             yield first, features[first : first + size]
 
     def ours(self, features: Tensor | None = None, *, both: bool) -> Tensor:  # (Q, k)
-        """Search as the package does."""
+        """Search with eigentrace."""
         return search(self.chunks(features), self.asked, self.k, both=both).proponents
 
     def by_topk(self) -> Tensor:  # (Q, k)
-        """Take the best of every chunk and of what was held before it: the plain way."""
+        """Merge the top k of every chunk with `torch.topk`."""
         scores = torch.empty(len(self.asked), 0, dtype=self.asked.dtype, device=self.asked.device)
         rows = scores.long()
         for first, part in self.chunks():
@@ -90,7 +90,7 @@ class Problem:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what the command line asks for; return how many numbers failed, or were not the same."""
+    """Run the command line; return the number of failures, including results that are not the same."""
     settings = _parser().parse_args(argv)
 
     def measure(path: Path) -> int:
@@ -118,7 +118,7 @@ def _measure(rows: int, width: int, run: Run, path: Path, settings: argparse.Nam
 
 
 def _with_threads(problem: Problem, recorder: Recorder, threads: int) -> int:
-    """Measure every way with so many threads; return how many failed."""
+    """Measure every way with a number of threads; return the number of failures."""
     torch.set_num_threads(threads)
     ways: dict[str, Callable[[], Tensor]] = {
         "search/both": partial(problem.ours, both=True),
@@ -172,12 +172,12 @@ def _cell(way: Callable[[], Tensor], expected: Tensor, problem: Problem, run: Ru
 
 
 def same_rows(found: Tensor, expected: Tensor) -> float:  # (Q, k), (Q, k)
-    """Return which part of the expected rows was found, in any order."""
+    """Return the share of the expected rows that was found, in any order."""
     return float((found[:, :, None] == expected[:, None, :]).any(dim=1).float().mean())
 
 
 def render(out: Path, small: bool) -> None:
-    """Write the tables from the JSON."""
+    """Render the tables from the JSON file."""
     about = (
         "The strongest k of all rows for each query; features are drawn from a normal distribution. *Nanoseconds* are "
         "per score, and there are rows times queries of these. *The same* is the part of the rows found by `search` "
@@ -215,10 +215,10 @@ def _machine(problems: dict[str, Record]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.search", description="Exact search of stored features.")
-    parser.add_argument("--rows", type=positive, help="examples; with --features instead of the usual sizes")
+    parser.add_argument("--rows", type=positive, help="number of examples; with --features, instead of the usual sizes")
     parser.add_argument("--features", type=positive, help="numbers per example")
     parser.add_argument("--queries", type=positive, default=100, help="queries at a time")
-    parser.add_argument("--k", type=positive, default=100, help="how many are asked for")
+    parser.add_argument("--k", type=positive, default=100, help="number of results")
     parser.add_argument("--small", action="store_true", help="a few rows, to see that all runs")
     parser.add_argument("--seconds", type=float, help="to spend on each number: 3, or 0.5 with --small")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")

@@ -1,4 +1,4 @@
-"""The page on a large run: how soon there is something to see, how long every sort and filter takes, how much memory.
+"""Measure the page on a large run: time to the first view, time of every sort and filter, and memory.
 
 python -m bench.serve                     # 1,000,000 examples with texts, over real HTTP
 python -m bench.serve --rows 5000000      # more of them
@@ -41,7 +41,7 @@ _WORDS = np.array(
 )
 _TOKEN = "x" * 24
 _FIRST, _REST = 2.0, 1.0
-# Requests in the order they are sent, each the first of its kind: (what the page does, address).
+# Requests in the order in which they are sent, none of them cached: (action on the page, URL).
 QUESTIONS = {
     "sort/self_influence": ("sorted by self-influence", "/api/examples?limit=60"),
     "sort/loss": ("sorted by loss", "/api/examples?sort=loss&limit=60"),
@@ -68,7 +68,7 @@ ASKED = ("explain", "explain/again")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what the command line asks for; return how many numbers failed."""
+    """Run the command line; return the number of failures."""
     settings = _parser().parse_args(argv)
 
     def measure(path: Path) -> int:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_run(path: Path, rows: int) -> Path:
-    """Write a run as scoring does, with drawn numbers, ids, a source and a length for every example, and texts."""
+    """Write a run in the format of scoring, with random numbers, ids, a source, a length and a text per example."""
     draw = np.random.default_rng(0)
     path.mkdir(parents=True)
     texts = path.parent / "texts.parquet"
@@ -103,7 +103,7 @@ def make_run(path: Path, rows: int) -> Path:
 
 
 def write_scores(folder: Folder, rows: int, columns: pa.Table, texts: Path) -> None:
-    """Write what a run begins with, and its shards, with drawn numbers."""
+    """Write the manifest of a run, and shards with random numbers."""
     folder.begin(_manifest(rows, texts), torch.ones(FEATURES, dtype=torch.float64), columns)
     for first in range(0, rows, _SHARD):
         folder.record.add(first, _shard(min(_SHARD, rows - first), torch.Generator().manual_seed(first)))
@@ -146,27 +146,27 @@ def _manifest(rows: int, texts: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Server:
-    """A server in a process of its own."""
+    """A server in a separate process."""
 
     url: str
     pid: int
     began: float
-    """When its process was started."""
+    """Time at which its process was started."""
 
     def get(self, address: str) -> bytes:
-        """Ask for something."""
+        """Send a GET request."""
         with urllib.request.urlopen(f"{self.url}{address}", timeout=120) as answer:
             return answer.read()
 
     def post(self, address: str, body: Any) -> bytes:
-        """Write something."""
+        """Send a POST request."""
         headers = {"X-Token": _TOKEN, "Content-Type": "application/json"}
         asked = urllib.request.Request(f"{self.url}{address}", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(asked, timeout=120) as answer:
             return answer.read()
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes it holds now, without files that are mapped, and the most it has held with them."""
+        """Return the current memory without mapped files, and the peak memory with them, in bytes."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         found = [re.search(rf"{name}:\s+(\d+) kB", status) for name in ("RssAnon", "VmHWM")]
         now, most = (int(match[1]) * 1024 if match else 0 for match in found)
@@ -175,7 +175,7 @@ class Server:
 
 @contextmanager
 def served(run: Path) -> Iterator[Server]:
-    """Start a server on a run, and end it afterwards."""
+    """Start a server on a run, and stop it on exit."""
     code = (
         "import sys; from eigentrace.page.server import run_server; "
         "run_server(sys.argv[1], port=0, token=sys.argv[2], on_start=lambda place: print(place.url, flush=True))"
@@ -185,14 +185,14 @@ def served(run: Path) -> Iterator[Server]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             if process.stdout is None or not (url := process.stdout.readline().strip()):
-                raise RuntimeError("The server did not start.")
+                raise RuntimeError("The server did not start; its output is above.")
             yield Server(url.rstrip("/"), process.pid, began)
         finally:
             process.kill()
 
 
 def _measure(path: Path, rows: int, recorder: Recorder, run: Run) -> int:
-    """Measure cold starts, then every question once on a server that has answered nothing else."""
+    """Measure cold starts, then every request once on a fresh server."""
     failures = 0
 
     def add(name: str, words: str, work: Callable[[], Cell]) -> None:
@@ -231,7 +231,7 @@ def _page() -> str:
 
 
 def _cold(path: Path, repeats: int) -> Cell:
-    """Time a new process until it has answered what a page first shows; the median of some."""
+    """Return the median time from the start of a process to the response with the first view."""
     times = []
     for _ in range(repeats):
         with served(path) as server:
@@ -265,7 +265,7 @@ def _memory(server: Server) -> Cell:
 
 
 def render(out: Path, small: bool) -> None:
-    """Write the table from the JSON."""
+    """Render the table from the JSON file."""
     about = (
         f"A drawn run of so many examples with {FEATURES} features, {CLASSES} classes, an id, a source and a text of "
         "twelve words each, written by the store that scoring writes with, and a server in a process of its own. "
@@ -304,7 +304,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.serve", description="The page on a large run.")
     parser.add_argument("--rows", type=positive, help="examples")
     parser.add_argument("--small", action="store_true", help="a few rows, to see that all runs")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="for the record's name only")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="only named in the record")
     result_options(parser)
     parser.set_defaults(profile=False, seconds=None)
     return parser

@@ -1,4 +1,4 @@
-"""What a run costs on disk: shards written, scanned, checked, put in a table, and a corpus scored from end to end.
+"""Measure a run on disk: writing, scanning and checking shards, exporting a table, and scoring a corpus end to end.
 
 python -m bench.store                     # 10M rows of 32 features, and 1M rows scored with a linear model
 python -m bench.store --rows 1000000 --features 128 --scored 100000
@@ -47,7 +47,7 @@ STEPS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what the command line asks for; return how many numbers failed."""
+    """Run the command line; return the number of failures."""
     settings = _parser().parse_args(argv)
 
     def measure(path: Path) -> int:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _steps(base: Path, rows: int, width: int, scored: int) -> dict[str, tuple[Callable[[], float], int]]:
-    """Return the work of every step, which gives the seconds it took, and how many rows it is about."""
+    """Return, for every step, a function that returns its seconds, and the number of rows."""
     folder, digits = Folder(base / "x"), min(scored, _DIGITS)
     return {
         "write": (partial(_write, folder, rows, width), rows),
@@ -82,7 +82,7 @@ def _steps(base: Path, rows: int, width: int, scored: int) -> dict[str, tuple[Ca
 
 
 def _measured(recorder: Recorder, name: str, step: tuple[Callable[[], float], int]) -> bool:
-    """Record what a step takes; tell whether it failed."""
+    """Record the time and memory of a step; return whether it failed."""
 
     def work() -> Cell:
         seconds = step[0]()
@@ -105,7 +105,7 @@ def _clocked(work: Callable[[], Any]) -> float:
 
 
 def _write(folder: Folder, rows: int, width: int) -> float:
-    """Write what scoring would, and count only the seconds of writing."""
+    """Write shards as scoring does; return the seconds of writing only."""
     manifest = {
         "kind": "run",
         "format": 1,
@@ -136,11 +136,11 @@ def _some_rows(folder: Folder, rows: int) -> None:
 def _checked(folder: Folder) -> None:
     found = et.check(folder.path)
     if not found.is_good:
-        raise RuntimeError(f"The run that was written is not whole: {found}")
+        raise RuntimeError(f"The run that was written is not complete: {found}")
 
 
 class _Lazy(Dataset):
-    """Examples that are made when they are asked for: as many as are wanted, and few of them held."""
+    """A dataset of any length whose examples are generated on access."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -162,7 +162,7 @@ def _score(out: Path, rows: int) -> float:
 
 
 def _score_cnn(out: Path, rows: int, *, with_classes: bool) -> float:
-    """Score digits of no meaning with the demo's network; the classes come from the pass that is made anyway."""
+    """Score random digits with the demo's network; classes come from the same forward pass."""
     generator = torch.Generator().manual_seed(3)
     images = torch.rand(rows, 1, 28, 28, generator=generator)
     labels = torch.randint(0, 10, (rows,), generator=generator)
@@ -176,7 +176,7 @@ def _score_cnn(out: Path, rows: int, *, with_classes: bool) -> float:
 
 
 def render(out: Path, small: bool) -> None:
-    """Write the tables from the JSON."""
+    """Render the tables from the JSON file."""
     about = (
         f"Shards of {_SHARD:,} rows with checksums, forced to the disk one by one. *Growth* is the most memory that a "
         "step held beyond what the process held before it, *peak* all that the process held, torch included. Scoring "
@@ -205,11 +205,13 @@ def _machine(problems: dict[str, Record]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.store", description="Runs on disk.")
-    parser.add_argument("--rows", type=positive, help="examples written and scanned: 10M, or 100k with --small")
+    parser.add_argument("--rows", type=positive, help="number of examples to write and scan: 10M, or 100k with --small")
     parser.add_argument("--features", type=positive, default=32, help="numbers per example")
-    parser.add_argument("--scored", type=positive, help="examples scored from end to end: 1M, or 5k with --small")
+    parser.add_argument(
+        "--scored", type=positive, help="number of examples to score end to end: 1M, or 5k with --small"
+    )
     parser.add_argument("--small", action="store_true", help="a few rows, to see that all runs")
-    parser.add_argument("--cache", type=Path, help="where the runs lie while they are measured; a temporary folder")
+    parser.add_argument("--cache", type=Path, help="folder for the runs; default: a temporary folder")
     result_options(parser)
     parser.set_defaults(profile=False, device=_CPU, seconds=0.0)
     return parser

@@ -1,5 +1,5 @@
-"""Side by side with the peers: `python -m bench.peers`.
+"""Comparison with other libraries: `python -m bench.peers`.
 
-Every method sees the same trained model and the same data, in a process of its own. `docs/peers.md` says which settings
-each peer is given, and why.
+Every method gets the same trained model and data, in a separate process. `docs/peers.md` lists the settings of each
+peer, with reasons.
 """

@@ -1,4 +1,4 @@
-"""Every method that can be imported, on the same trained model and data: seconds, memory and quality.
+"""Measure time, memory and quality of every method that can be imported, on the same trained model and data.
 
 python -m bench.peers                                    # everything; `make peers` installs the peers first
 python -m bench.peers --problems digits --repeats 2      # the better of two runs
@@ -32,7 +32,7 @@ NOT_INSTALLED = "not installed"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what the command line asks for; return how many methods failed."""
+    """Run the command line; return the number of methods that failed."""
     settings = _parser().parse_args(argv)
     torch.set_num_threads(1)
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         for name in names:
             try:
                 ready = _prepared(name, run, path, settings)
-            except Exception as error:  # data that is not there must not end the other problems
+            except Exception as error:  # missing data of one problem must not stop the others
                 say(f"{name}: {reason(error)}")
                 failures += 1
                 continue
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _prepared(name: str, run: Run, path: Path, settings: argparse.Namespace) -> tuple[Problem, Recorder] | None:
-    """Make a problem ready, and where its numbers go; None if it cannot be, or only its truth was asked for."""
+    """Prepare a problem and its record; return None if this fails, or if only the ground truth was requested."""
     spec = (SMALL if settings.small else PROBLEMS)[name]
     cache = _cache(settings)
     problem = make_problem(spec, settings.data, cache, run.device)
@@ -73,11 +73,11 @@ def _cache(settings: argparse.Namespace) -> Path:
 
 
 def _measure(prepared: Sequence[tuple[Problem, Recorder]], path: Path, settings: argparse.Namespace) -> int:
-    """Run every method asked for on every problem, several at a time if told to; return how many failed."""
+    """Run the chosen methods on every problem, optionally in parallel; return the number of failures."""
     entries = [METHODS[method] for method in settings.methods]
     work = [(*ready, entry) for ready in prepared for entry in entries if is_asked(entry, ready[0])]
     if settings.jobs > 1:
-        work.sort(key=lambda item: entries.index(item[2]))  # those named first begin first, on every problem
+        work.sort(key=lambda item: entries.index(item[2]))  # in the order of the command line, on every problem
     failures = 0
     with ThreadPoolExecutor(settings.jobs) as pool:
         running = {
@@ -96,7 +96,7 @@ def _measure(prepared: Sequence[tuple[Problem, Recorder]], path: Path, settings:
 
 
 def _cell(entry: Entry, problem: Problem, cache: Path, settings: argparse.Namespace) -> Cell:
-    """Run one method in a process of its own, as often as asked for; keep the better of each number of seconds."""
+    """Run one method in a separate process, repeatedly, and keep the smallest of each time."""
     if not entry.is_installed:
         return {"missing": NOT_INSTALLED}
     cells = [attempt(lambda: _alone(entry, problem, cache, settings)) for _ in range(settings.repeats)]
@@ -134,7 +134,7 @@ def _alone(entry: Entry, problem: Problem, cache: Path, settings: argparse.Names
 
 
 def _busy() -> float:
-    """Return how many processes wanted to run during the last minute, where the system says so."""
+    """Return the load average of the last minute, if the system provides it."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0
 
 
@@ -145,7 +145,7 @@ def _facts(problem: Problem) -> Cell:
 
 
 def _measured_before(path: Path, run: Run, problem: str, entry: Entry) -> bool:
-    """Tell whether an earlier run had the package: its numbers are not lost because this one has not."""
+    """Return whether an earlier run had the package: its numbers are then kept although it is missing now."""
     record = read(path).get(described(run.device), {}).get(problem)
     return record is not None and "missing" not in record["cells"].get(entry.name, {"missing": ""})
 
@@ -167,11 +167,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--methods", type=every_method, default=list(METHODS), help=",".join(METHODS))
     parser.add_argument("--small", action="store_true", help="200 examples and a few steps, to see that all runs")
-    parser.add_argument("--repeats", type=positive, default=1, help="runs of each method, of which the better counts")
+    parser.add_argument("--repeats", type=positive, default=1, help="number of runs of each method; the fastest counts")
     parser.add_argument(
-        "--jobs", type=positive, default=1, help="methods at a time: seconds then say less, scores the same"
+        "--jobs",
+        type=positive,
+        default=1,
+        help="number of methods to run in parallel, which distorts seconds but not scores",
     )
-    parser.add_argument("--networks", type=positive, help="average over so many instead of all; 1 leaves averaging out")
+    parser.add_argument(
+        "--networks", type=positive, help="number of networks to average over instead of all; 1 for no averaging"
+    )
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds that a method may take")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
     parser.add_argument("--data", type=Path, help="folder of the data that is not embedded")

@@ -1,4 +1,4 @@
-"""What a method is, and the list of them: ours, the baselines, and every peer with the package it comes from."""
+"""The interface of methods, and their list: eigentrace's, the baselines, and every peer with its package."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from bench.peers.problem import Problem
 
 
 class Fit(Protocol):
-    """A fitted method. Scores are positive for proponents, and self-scores high for what looks wrong."""
+    """A fitted method. Scores are positive for proponents; self-scores are high for suspicious examples."""
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Names of the settings to try, the one that is timed first. They share the fit."""
+        """Names of the settings to try, which share the fit; the first is timed."""
         ...
 
     def self_scores(self, setting: str) -> Tensor:  # (N,)
@@ -29,7 +29,7 @@ class Fit(Protocol):
 
 
 Fitter = Callable[[Problem, Path], Fit]
-"""Fits a method to a problem; the folder is its own and is thrown away afterwards."""
+"""Fits a method to a problem; the folder is temporary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,25 +37,25 @@ class Entry:
     """One row of the table."""
 
     name: str
-    """What it is called on the command line."""
+    """Name on the command line."""
     title: str
-    """What it is called on the page."""
+    """Name on the page."""
     at: str
-    """Where its fitter is: "module:function", imported only in the process that runs it."""
+    """Its fitter as "module:function", imported only in the process that runs it."""
     package: str | None = None
-    """Distribution that it comes from; None for what needs only ours."""
+    """Name of its distribution; None if it needs only eigentrace."""
     module: str | None = None
-    """What must be importable for it."""
+    """The module that must be importable."""
     has_self: bool = True
     """Whether it scores examples against themselves."""
     has_cross: bool = True
     """Whether it scores examples against queries."""
     ensembles: bool = False
-    """Whether its fitter takes all of a problem's networks at once; the scores of others are averaged."""
+    """Whether its fitter uses all of a problem's networks at once; scores of other methods are averaged."""
 
     @property
     def is_installed(self) -> bool:
-        """Tell whether the package can be imported here."""
+        """Whether the package can be imported."""
         return self.module is None or util.find_spec(self.module) is not None
 
     @property
@@ -106,9 +106,9 @@ _ALL = (
     _peer("cleanlab", "cleanlab", "cleanlab", "cleanlab, 5-fold probabilities", "with_cleanlab:folds", has_cross=False),
 )
 METHODS: dict[str, Entry] = {entry.name: entry for entry in _ALL}
-"""By the names of the command line, in the order of the page."""
+"""All methods by name, in the order of the page."""
 
 
 def is_asked(entry: Entry, problem: Problem) -> bool:
-    """Tell whether a method answers what a problem asks."""
+    """Return whether a method computes the scores that a problem needs."""
     return entry.has_cross if problem.examples.num_queries else entry.has_self

@@ -1,4 +1,4 @@
-"""The networks that the methods are asked about, and how they are trained."""
+"""The networks of the problems, and their training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ class Recipe:
     """Stochastic gradient descent with momentum."""
 
     epochs: int
-    """Passes over the data."""
+    """Number of epochs."""
     batch: int
-    """Examples to a step."""
+    """Batch size."""
     lr: float
-    """Step size, or the first one of a schedule."""
+    """Learning rate, or the initial one of a schedule."""
     momentum: float = 0.9
-    """Share of the last step that goes into the next."""
+    """Momentum."""
     weight_decay: float = 0.0
     """λ of a penalty (λ/2)·‖θ‖²."""
     cosine: bool = False
-    """Let the step size fall to zero along a cosine."""
+    """Decay the learning rate to zero along a cosine."""
     augment: bool = False
     """Shift images by up to four pixels and mirror them."""
 
@@ -54,7 +54,7 @@ def logistic() -> nn.Module:
 
 
 def mlp() -> nn.Module:
-    """784-128-64-10."""
+    """Multilayer perceptron 784-128-64-10."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
@@ -81,7 +81,7 @@ def resnet() -> nn.Module:
 
 
 def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build a network with weights drawn from the seed alone."""
+    """Build a network whose initial weights depend only on the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()
@@ -93,12 +93,12 @@ def train(
     """Train in place and leave the model in eval mode.
 
     Args:
-        model: Gives logits (B, classes), and lies where the data does.
+        model: Returns logits (B, classes); on the device of the data.
         images: Inputs, (N, ...).
         labels: Classes, (N,).
-        recipe: How.
-        seed: Order of the examples and their augmentation.
-        num_checkpoints: How many states to keep, evenly spread over the epochs and ending with the last.
+        recipe: The hyperparameters.
+        seed: Determines the order of the examples and their augmentation.
+        num_checkpoints: Number of states to keep, evenly spread over the epochs and ending with the last.
 
     Returns:
         The states, on the CPU, in order.
@@ -128,7 +128,7 @@ def train(
 
 
 def shaken(images: Tensor, generator: torch.Generator, most: int = 4) -> Tensor:  # (B, C, H, W) -> (B, C, H, W)
-    """Shift each image by up to `most` pixels, with zeros beyond the edge, and mirror half of them."""
+    """Shift each image by up to `most` pixels, padding with zeros, and mirror half of the images."""
     size, _, height, width = images.shape
     padded = F.pad(images, (most,) * 4)
     down, right, mirrored = (torch.randint(high, (size, 1), generator=generator) for high in (2 * most + 1,) * 2 + (2,))
@@ -149,5 +149,5 @@ def logits_of(model: nn.Module, images: Tensor) -> Tensor:  # (N, ...) -> (N, cl
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the percentage of examples whose most likely class is the label."""
+    """Return the percentage of examples whose predicted class is the label."""
     return 100 * (logits_of(model, images).argmax(1) == labels).double().mean().item()

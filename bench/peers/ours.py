@@ -1,4 +1,4 @@
-"""Our methods, and the scores that need no method, behind the interface of the peers."""
+"""Methods of eigentrace and simple baselines, behind the interface of the peers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,29 +44,29 @@ def _arnoldi(problem: Problem, *, tail: Any, curvature: Any) -> Fit:
 
     def cuts(task: et.Task, data: et.Data) -> dict[str, Any]:
         fitted = method.fit(task, data)
-        found = len(fitted.spectrum.eigenvalues)  # fewer where no more curvature is left
+        found = len(fitted.spectrum.eigenvalues)  # fewer if no more curvature is left
         return {f"K={min(keep, found)}": fitted.distill(keep=min(keep, found)) for keep in spec.keeps}
 
     return _fitted(problem, cuts)
 
 
 def arnoldi(problem: Problem, folder: Path) -> Fit:
-    """Our estimator with its tail."""
+    """Arnoldi with its tail, the default of eigentrace."""
     return _arnoldi(problem, tail="auto", curvature="auto")
 
 
 def truncated(problem: Problem, folder: Path) -> Fit:
-    """The same curvature, cut off as in the paper."""
+    """Arnoldi on the same curvature without a tail, as in the paper."""
     return _arnoldi(problem, tail=None, curvature="auto")
 
 
 def hessian(problem: Problem, folder: Path) -> Fit:
-    """The paper's estimator, which the peers called Arnoldi compute too."""
+    """The paper's estimator, which peers' Arnoldi methods compute as well."""
     return _arnoldi(problem, tail=None, curvature="hessian")
 
 
 def tracin(problem: Problem, folder: Path) -> Fit:
-    """Gradient similarity over the checkpoints of the training."""
+    """Gradient similarity over the training's checkpoints."""
     method = et.TracIn(checkpoints=problem.checkpoints)
     return _fitted(problem, lambda task, data: {f"C={len(problem.checkpoints)}": method.fit(task, data)})
 
@@ -82,6 +82,6 @@ def loss(problem: Problem, folder: Path) -> Fit:
 
 
 def mean_loss(problem: Problem, folder: Path) -> Fit:
-    """The mean loss over the checkpoints of the training."""
+    """The mean loss over the training's checkpoints."""
     method = et.MeanLoss(problem.checkpoints)
     return _fitted(problem, lambda task, data: {f"C={len(problem.checkpoints)}": method.fit(task, data)})

@@ -1,4 +1,4 @@
-"""A trained model, its data and what is known about them, in a file that every method's process reads."""
+"""A trained model, its data and the ground truth, in a file that every method's process reads."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ from eigentrace.numeric.seeding import generator_of
 
 @dataclass(frozen=True)
 class Examples:
-    """What a network is trained on, and what it is asked about."""
+    """Training and test examples of a problem."""
 
     images: Tensor  # (N, ...)
     labels: Tensor  # (N,) as given to the network
@@ -26,55 +26,55 @@ class Examples:
     test_labels: Tensor
     is_wrong: Tensor | None = None  # (N,) bool
     num_queries: int = 0
-    """How many of the test examples are queries."""
+    """Number of test examples that are queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """How a problem is made, and the settings that all methods share on it."""
+    """The definition of a problem: data, network, training, and settings shared by all methods."""
 
     name: str
-    """What it is called on the command line."""
+    """Name on the command line."""
     title: str
-    """What it is called on the page."""
+    """Name on the page."""
     load: Callable[[Path | None], Examples]
-    """Reads the data, from a folder if it is not embedded."""
+    """Reads the data, from a folder unless it is embedded."""
     build: Callable[[], nn.Module]
     """Makes the network."""
     recipe: Recipe
-    """How it is trained."""
+    """The hyperparameters of its training."""
     steps: int = 100
-    """Products with the curvature."""
+    """Number of products with the curvature."""
     keeps: tuple[int, ...] = (50,)
-    """Eigenpairs kept; the first is what all low-rank methods keep."""
+    """Numbers of eigenpairs to keep; the first is K of all low-rank methods."""
     sample: int | None = None
-    """Examples that the curvature is taken on; None for all."""
+    """Number of examples for the curvature; None for all."""
     checkpoints: int = 10
-    """States kept along the training."""
+    """Number of checkpoints of the training."""
     models: int = 1
-    """Networks trained from different seeds, for methods that are averaged."""
+    """Number of networks trained from different seeds, for averaging."""
     proj_dim: int = 512
-    """Numbers to an example in random projections."""
+    """Dimension of random projections."""
     batch: int = 256
-    """Examples that go through a model at a time."""
+    """Batch size."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What numbers must share to stand in one table."""
+        """The settings that all numbers of one table must share."""
         names = ("steps", "keeps", "sample", "checkpoints", "models", "proj_dim")
         return asdict(self.recipe) | {name: _plain(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem as a method meets it."""
+    """A problem as methods receive it."""
 
     spec: Spec
     examples: Examples
     states: list[State]
-    """One trained network per seed; the first is the one that scores are about."""
+    """One trained network per seed; the first is the one that is scored."""
     checkpoints: list[State]
-    """States along the training of the first network, the last of them its end."""
+    """Checkpoints of the training of the first network, the last one at its end."""
     device: torch.device
 
     @property
@@ -84,7 +84,7 @@ class Problem:
 
     @property
     def queries(self) -> tuple[Tensor, Tensor]:
-        """The examples that are asked about, on the device."""
+        """The queries, on the device."""
         count = self.examples.num_queries
         return self.examples.test_images[:count].to(self.device), self.examples.test_labels[:count].to(self.device)
 
@@ -115,7 +115,7 @@ class Problem:
         return model.to(self.device).eval()
 
     def at(self, index: int) -> "Problem":
-        """Return the problem with another of its networks in first place, and no others."""
+        """Return the problem with only one of its networks."""
         return Problem(self.spec, self.examples, [self.states[index]], self.checkpoints, self.device)
 
     @property
@@ -125,7 +125,7 @@ class Problem:
 
     @property
     def curvature_set(self) -> TensorDataset | Subset:
-        """The examples that the curvature is taken on: those that our own methods draw."""
+        """The examples for the curvature, the same that eigentrace's methods sample."""
         if self.spec.sample is None or self.spec.sample >= self.num_train:
             return self.train_set
         return Subset(self.train_set, draw(self.num_train, self.spec.sample, generator_of(0)).tolist())
@@ -137,7 +137,7 @@ class Problem:
 
 
 def make_problem(spec: Spec, data: Path | None, cache: Path, device: torch.device) -> Problem:
-    """Read the data and train the networks, or take these from an earlier run with the same settings."""
+    """Read the data and train the networks, or reuse those of an earlier run with the same settings."""
     examples = spec.load(data)
     path = cache / f"{spec.name}.pt"
     settings = repr((spec.settings, tuple(examples.images.shape), int(examples.labels.sum())))
@@ -160,7 +160,7 @@ def make_problem(spec: Spec, data: Path | None, cache: Path, device: torch.devic
 
 
 def described(problem: Problem) -> dict[str, float]:
-    """Return the percentages of labels that the network agrees with."""
+    """Return the percentages of labels that the network predicts."""
     model = problem.model()
     examples = problem.examples
     test = accuracy(model, examples.test_images.to(problem.device), examples.test_labels.to(problem.device))
@@ -168,7 +168,7 @@ def described(problem: Problem) -> dict[str, float]:
 
 
 def random_labels(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Give a fraction of the examples another label; return the labels, and which are wrong."""
+    """Change the labels of a fraction of the examples; return the labels, and which are wrong."""
     from eigentrace.demo.digits import relabel
 
     noisy = relabel(labels, fraction, 10, torch.Generator().manual_seed(seed))
@@ -176,7 +176,7 @@ def random_labels(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, T
 
 
 def as_tensor(values: np.ndarray) -> Tensor:
-    """Take an array over into torch; integers become classes."""
+    """Convert an array to a tensor; integers become int64 classes."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(torch.float32 if values.dtype.kind == "f" else torch.int64)
 
 

@@ -1,4 +1,4 @@
-"""The problems: digits with wrong labels, with and without memorisation, human noise, and counterfactuals."""
+"""The problems: digits with wrong labels, with and without memorisation, CIFAR-10N, and counterfactuals."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,14 +20,14 @@ FRACTION_WRONG = 0.2
 
 
 def embedded_digits(folder: Path | None, size: int = 6000) -> Examples:
-    """Read the digits that travel with the package, a fifth of them relabeled."""
+    """Read the digits embedded in the package, a fifth of them relabeled."""
     digits = load_digits()
     labels, is_wrong = random_labels(digits.train_labels[:size], FRACTION_WRONG, seed=0)
     return Examples(digits.train_images[:size], labels, digits.test_images, digits.test_labels, is_wrong)
 
 
 def sklearn_digits(folder: Path | None, size: int = 1437) -> Examples:
-    """Read scikit-learn's 8 × 8 digits, 1,437 to train on, a fifth of them relabeled."""
+    """Read scikit-learn's 8 × 8 digits, 1,437 for training, a fifth of them relabeled."""
     from sklearn.datasets import load_digits as load
 
     pixels, classes = load(return_X_y=True)
@@ -39,14 +39,14 @@ def sklearn_digits(folder: Path | None, size: int = 1437) -> Examples:
 
 
 def mnist_queries(folder: Path | None, size: int = 5000, num_queries: int = 500) -> Examples:
-    """Read clean digits: the first 5,000 of the embedded ones to train on, 500 to ask about."""
+    """Read clean digits: the first 5,000 of the embedded ones for training, and 500 queries."""
     digits = load_digits()
     images, labels = digits.train_images[:size], digits.train_labels[:size]
     return Examples(images, labels, digits.test_images, digits.test_labels, num_queries=num_queries)
 
 
 def cifar10n(folder: Path | None, size: int = 15_000) -> Examples:
-    """Read CIFAR-10 with the worst of the labels that people gave it."""
+    """Read CIFAR-10 with the "worst" human labels of CIFAR-10N."""
     if folder is None:
         raise InputError("cifar10n is not embedded: give the folder of its files as --data.")
     shards = [read_cifar_shard(folder / f"cifar10_train_{start:05d}.npz") for start in range(0, size, 5000)]
@@ -136,10 +136,10 @@ _ALL = (
     ),
 )
 PROBLEMS: dict[str, Spec] = {spec.name: spec for spec in _ALL}
-"""By the names of the command line, in the order of the page."""
+"""All problems by name, in the order of the page."""
 
 EMBEDDED = tuple(spec.name for spec in _ALL if spec.load is not cifar10n)
-"""Those that need no other files."""
+"""The problems that need no data files."""
 
 
 def _less(spec: Spec, **options: int) -> Spec:
@@ -155,4 +155,4 @@ SMALL: dict[str, Spec] = {
     name: _less(spec, size=200, num_queries=10) if spec.load is mnist_queries else _less(spec, size=200)
     for name, spec in PROBLEMS.items()
 }
-"""The same with 200 examples and a few steps, to see that everything runs."""
+"""The same problems with 200 examples and a few steps, to check that everything runs."""

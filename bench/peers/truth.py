@@ -1,4 +1,4 @@
-"""What retraining says: networks trained on half of the data, and how well scores predict them."""
+"""Ground truth by retraining on random halves of the data, and the linear datamodelling score of scores."""
 
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ _BOOTSTRAP = 200
 
 
 def place(cache: Path, name: str) -> Path:
-    """Name the folder of a problem's ground truth."""
+    """Return the folder of a problem's ground truth."""
     return cache / f"{name}-retrained"
 
 
 def read_truth(path: Path | None, problem: Problem) -> Any:
-    """Read what retraining gave; None if nobody retrained yet."""
+    """Read the ground truth; None if there is none yet."""
     from eigentrace.evaluate import Retrained
 
     if path is None or not path.exists():
@@ -39,7 +39,7 @@ def read_truth(path: Path | None, problem: Problem) -> Any:
 
 
 def make_truth(problem: Problem, cache: Path, *, small: bool) -> None:
-    """Train on random halves of the data, many networks at once, and keep what they say about the queries."""
+    """Train many networks at once on random halves of the data, and store their results on the queries."""
     from eigentrace.evaluate import SGD, ManyModels, Subsets, retrain
 
     if problem.spec.recipe.cosine or problem.spec.recipe.augment:
@@ -47,7 +47,7 @@ def make_truth(problem: Problem, cache: Path, *, small: bool) -> None:
     trainer = ManyModels(problem.spec.build(), problem.train, problem.queries, SGD(**_sgd(problem)))
     subsets = Subsets.random(problem.num_train, SMALL_SUBSETS if small else NUM_SUBSETS)
     name = problem.spec.name
-    models = cache / f"{name}-models"  # one by one, so that a killed run goes on
+    models = cache / f"{name}-models"  # one by one, so that a killed run can be resumed
     retrained = retrain(trainer, subsets, seeds=SMALL_SEEDS if small else SEEDS, cache=models)
     retrained.save(place(cache, name))
 

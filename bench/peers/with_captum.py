@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from captum.influence import TracInCP, TracInCPFast
-from captum.influence._core.arnoldi_influence_function import ArnoldiInfluenceFunction  # exported by no public module
+from captum.influence._core.arnoldi_influence_function import ArnoldiInfluenceFunction  # has no public import path
 from torch import Tensor, nn
 
 from bench.peers.method import Fit
 from bench.peers.problem import Problem
 
-# Below the curvature of a memorised network: Captum's own 0.1 ends the iteration there before it began.
+# Below the curvature of a memorised network: Captum's default of 0.1 ends the iteration there at once.
 _ARNOLDI_TOL, _INVERSE_TOL = 1e-7, 1e-7
 
 
@@ -30,7 +30,7 @@ class _Captum:
 
 
 def arnoldi(problem: Problem, folder: Path) -> Fit:
-    """The Hessian's top eigenpairs; gradients of a batch at once."""
+    """Arnoldi on the Hessian's top eigenpairs, with gradients in batches."""
     torch.manual_seed(0)
     influence = ArnoldiInfluenceFunction(
         hessian_dataset=problem.curvature_set,
@@ -48,7 +48,7 @@ def arnoldi(problem: Problem, folder: Path) -> Fit:
 
 
 def tracin(problem: Problem, folder: Path) -> Fit:
-    """Gradient similarity over the checkpoints; gradients of a batch at once."""
+    """Gradient similarity over the checkpoints, with gradients in batches."""
     influence = TracInCP(
         **_shared(problem, sample_wise_grads_per_batch=True),
         checkpoints=_saved(problem, folder),
@@ -58,7 +58,7 @@ def tracin(problem: Problem, folder: Path) -> Fit:
 
 
 def tracin_fast(problem: Problem, folder: Path) -> Fit:
-    """The same for the last layer alone."""
+    """Gradient similarity over the checkpoints, for the last layer only."""
     shared = _shared(problem)
     linear = [module for module in shared["model"].modules() if isinstance(module, nn.Linear)]
     influence = TracInCPFast(final_fc_layer=linear[-1], checkpoints=_saved(problem, folder), **shared)
@@ -77,7 +77,7 @@ def _shared(problem: Problem, **options: bool) -> dict[str, Any]:
 
 
 def _saved(problem: Problem, folder: Path) -> list[str]:
-    """Write the checkpoints to files, which is how Captum wants them; the last is the network that is asked about."""
+    """Write the checkpoints to files, as Captum requires; the last is the network that is scored."""
     paths = []
     for number, state in enumerate([*problem.checkpoints[:-1], problem.states[0]]):
         path = folder / f"checkpoint-{number}.pt"
@@ -93,7 +93,7 @@ def _load(model: nn.Module, path: str) -> float:
 
 
 def _layers(model: nn.Module) -> list[str] | None:
-    """Name the layers that its gradients of a batch are right for, if there are others; those would be misaligned."""
+    """Return the layers for which Captum's batched gradients are correct, if there are others; else None."""
     own = [(name, module) for name, module in model.named_modules() if list(module.parameters(recurse=False))]
     supported = [name for name, module in own if isinstance(module, nn.Linear | nn.Conv2d)]
     return None if len(supported) == len(own) else supported

@@ -1,4 +1,4 @@
-"""cleanlab's label quality, from probabilities that five-fold cross-validation gives."""
+"""cleanlab's label quality scores, from predictions of five-fold cross-validation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,11 @@ class _Quality:
         return -torch.from_numpy(get_label_quality_scores(self.labels, self.probabilities, method=setting))
 
     def cross_scores(self, setting: str) -> Tensor:
-        raise NotImplementedError("a label's quality says nothing about pairs")
+        raise NotImplementedError("label quality is not defined for pairs of examples")
 
 
 def folds(problem: Problem, folder: Path) -> Fit:
-    """Train five networks on four fifths each, and predict the fifth that each has not seen."""
+    """Train five networks on four fifths of the data each, and predict the held-out fifth of each."""
     images, labels = problem.train
     order = torch.randperm(problem.num_train, generator=torch.Generator().manual_seed(0)).to(labels.device)
     logits = torch.zeros(problem.num_train, 10, device=labels.device)

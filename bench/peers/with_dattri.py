@@ -20,16 +20,16 @@ from bench.peers.problem import Problem
 SHARES = (0.1, 0.001, 0.01, 1.0, 10.0)
 """Damping of EK-FAC, as shares of its mean eigenvalue."""
 REGULARIZATIONS = (0.0, 0.01, 0.1, 1.0, 10.0)
-"""Of Arnoldi, added to every eigenvalue."""
+"""Regularisations of Arnoldi, added to every eigenvalue."""
 RIDGES = (0.0, 10.0, 100.0, 1000.0)
 """Ridge of TRAK, in harmonic means of its kernel's eigenvalues."""
 
 
 @dataclass(frozen=True)
 class _Inner:
-    """An attributor by inner products.
+    """An attributor whose scores are inner products.
 
-    Gradients are taken by `torch.func`, which needs no graph; without `no_grad` every batch would keep one.
+    Gradients are computed by `torch.func`, which needs no graph; without `no_grad`, every batch would keep one.
     """
 
     attributor: Any
@@ -43,7 +43,7 @@ class _Inner:
     @torch.no_grad()
     def self_scores(self, setting: str) -> Tensor:  # (N,)
         self._use(setting)
-        # Right for one batch only, so every batch is a dataset of its own.
+        # Correct for one batch only, so every batch is passed as a separate dataset.
         size, data = self.problem.spec.batch, self.problem.train_set
         parts = [Subset(data, range(at, min(at + size, len(data)))) for at in range(0, len(data), size)]
         return torch.cat([self.attributor.self_attribute(_loader(part, len(part))) for part in parts])
@@ -51,7 +51,7 @@ class _Inner:
     @torch.no_grad()
     def cross_scores(self, setting: str) -> Tensor:  # (Q, N)
         self._use(setting)
-        # Queries are computed again for every batch of training data: these are large.
+        # Queries are computed again for every batch of training data, so these batches are large.
         queries = self.problem.query_set
         train = _loader(self.problem.train_set, self.problem.even_batch(1000))
         return self.attributor.attribute(train, _loader(queries, len(queries))).T
@@ -64,12 +64,12 @@ class _Inner:
 
 @torch.no_grad()
 def arnoldi(problem: Problem, folder: Path) -> Fit:
-    """The Hessian's top eigenpairs. The iteration begins with the first example that is scored: one, in the fit.
+    """Arnoldi on the Hessian's top eigenpairs. dattri starts it when the first example is scored, here in the fit.
 
     Without `no_grad` the graph of every product is kept: ten times the memory, for the same scores.
 
-    It takes roots of eigenvalues, so that a negative one among those kept makes every score NaN; its remedy is a
-    regularization above it, and the smallest of a few that works is taken.
+    dattri takes square roots of eigenvalues, so that a negative one makes every score NaN. A regularisation larger than
+    its magnitude avoids this; the smallest of a few that works is used.
     """
     model = problem.model()
     for regularization in REGULARIZATIONS:
@@ -77,7 +77,7 @@ def arnoldi(problem: Problem, folder: Path) -> Fit:
             _task(model, problem.states[:1]),
             device=problem.device.type,
             proj_dim=problem.keep,
-            max_iter=problem.spec.steps + 1,  # one of them is the start
+            max_iter=problem.spec.steps + 1,  # one vector is the start vector
             regularization=regularization,
         )
         attributor.cache(_loader(problem.curvature_set, problem.num_train))
@@ -87,9 +87,9 @@ def arnoldi(problem: Problem, folder: Path) -> Fit:
 
 
 def ekfac(problem: Problem, folder: Path) -> Fit:
-    """EK-FAC of the linear layers, the only ones it knows. Biases are written as weights of a constant input.
+    """EK-FAC of the linear layers, the only ones it supports. Biases become weights of a constant input.
 
-    Inputs that are always zero leave its covariances singular, and the eigensolver may then fail in single precision.
+    Inputs that are always zero make covariances singular, so that the eigensolver may fail in single precision.
     """
     try:
         return _ekfac(problem, torch.float32)
@@ -108,7 +108,7 @@ def _ekfac(problem: Problem, dtype: torch.dtype) -> Fit:
 
 @dataclass
 class _Trak:
-    """TRAK: the ridge is part of what is cached."""
+    """TRAK, whose cache depends on the ridge."""
 
     problem: Problem
     attributor: Any
@@ -120,7 +120,7 @@ class _Trak:
         return tuple(self.ridges)
 
     def self_scores(self, setting: str) -> Tensor:  # (N,)
-        # Its own self-attribution projects everything again; the diagonal is the same.
+        # dattri's self-attribution would project everything again; the diagonal is the same.
         return self._scores(setting, self.problem.train_set).diagonal()
 
     def cross_scores(self, setting: str) -> Tensor:  # (Q, N)
@@ -135,7 +135,7 @@ class _Trak:
 
 
 def trak(problem: Problem, folder: Path) -> Fit:
-    """TRAK over all networks, with the margin as output."""
+    """TRAK over all networks, with the margin as model output."""
     model = problem.model()
 
     def margin(params: State, pair: tuple[Tensor, Tensor]) -> Tensor:
@@ -156,14 +156,14 @@ def trak(problem: Problem, folder: Path) -> Fit:
         device=problem.device.type,
     )
     attributor.cache(_loader(problem.train_set, problem.spec.batch))
-    # What is cached is (ΦᵀΦ)⁻¹Φᵀ, whose squared entries add up to the trace of the inverse kernel.
+    # The cache is (ΦᵀΦ)⁻¹Φᵀ, whose squared Frobenius norm is the trace of the inverse kernel.
     scale = problem.spec.proj_dim / float(attributor.inv_XTX_XT_list[0].square().sum())
     ridges = {f"ridge {share:g}": share * scale for share in RIDGES}
     return _Trak(problem, attributor, ridges, cached=next(iter(ridges)))
 
 
 def folded(model: nn.Module) -> nn.Module:
-    """Replace each linear layer by one without a bias, whose inputs have a constant appended."""
+    """Replace each linear layer by one without bias, with a constant appended to its inputs."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             owner, _, own = name.rpartition(".")

@@ -15,7 +15,7 @@ from bench.peers.method import Fit
 from bench.peers.problem import Problem
 
 DAMPINGS = {"0.1·mean": None, "1e-8": 1e-8, "1e-5": 1e-5, "1e-3": 1e-3, "1e-1": 1e-1, "1": 1.0}
-"""The heuristic of its paper first, then its default and larger ones."""
+"""Dampings: the heuristic of its paper first, then its default and larger ones."""
 
 
 class _Classification(Task):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from bench.peers.method import Fit
 from bench.peers.problem import Problem
 
-# All pairs of a batch are computed for the sake of its diagonal, so batches are small.
+# pyDVL computes all pairs of a batch, of which only the diagonal is needed, so batches are small.
 _SELF_BATCH = 64
 SHARES = (0.1, 0.001, 0.01, 1.0, 10.0)
 """Damping, as shares of the mean eigenvalue (EK-FAC) or of the smallest kept one (Woodbury)."""
@@ -55,14 +55,14 @@ class _Pydvl:
 
 
 def arnoldi(problem: Problem, folder: Path) -> Fit:
-    """The Hessian's top eigenpairs by ARPACK, with as many vectors as the others take steps."""
+    """Arnoldi on the Hessian's top eigenpairs by ARPACK, with as many vectors as the other methods take steps."""
     model = problem.model()
     influence = _iterated(model, problem, use_woodbury=False, regularization=None)
     return _Pydvl(influence, problem, {f"K={problem.keep}": None})
 
 
 def woodbury(problem: Problem, folder: Path) -> Fit:
-    """The same, with what lies beyond them kept by its regularization."""
+    """The same eigenpairs, with the regularisation as the eigenvalue of all other directions."""
     model = problem.model()
     influence = _iterated(model, problem, use_woodbury=True, regularization=1.0)
     (block,) = influence.block_mapper.composable_block_dict.values()
@@ -71,7 +71,7 @@ def woodbury(problem: Problem, folder: Path) -> Fit:
 
 
 def ekfac(problem: Problem, folder: Path) -> Fit:
-    """EK-FAC of the linear layers, the only ones it knows, with a corrected diagonal; the others are frozen."""
+    """EK-FAC of the linear layers, the only ones it supports, with a corrected diagonal; other layers are frozen."""
     model = problem.model()
     for module in model.modules():
         if not isinstance(module, nn.Linear):
@@ -89,6 +89,6 @@ def _iterated(model: nn.Module, problem: Problem, **options: Any) -> ArnoldiInfl
 
 
 def _loader(problem: Problem) -> DataLoader:
-    """Give the curvature batches of one size: it averages over batches, not over examples."""
+    """Return batches of equal size for the curvature, since pyDVL averages over batches, not examples."""
     data = problem.curvature_set
     return DataLoader(data, batch_size=problem.even_batch() if len(data) == problem.num_train else len(data))

@@ -1,4 +1,4 @@
-"""TRAK, with the projector it has for machines without its CUDA extension."""
+"""TRAK, with its projector for machines without its CUDA extension."""
 
 import logging
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from bench.peers.method import Fit
 from bench.peers.problem import Problem
 
 RIDGES = (0.0, 1e-2, 1e-1, 1.0, 10.0)
-"""Ridge, as shares of the mean diagonal of the kernel."""
+"""Ridges, as shares of the mean diagonal of the kernel."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ def trak(problem: Problem, folder: Path) -> Fit:
 
 
 def _finalize(traker: Any) -> None:
-    """Compute the features again, with another ridge, from the projected gradients that are kept."""
+    """Compute the features with another ridge from the stored projected gradients."""
     for info in traker.saver.model_ids.values():
         info["is_finalized"] = 0
     traker.finalize_features()

@@ -1,6 +1,6 @@
-"""One method on one problem, alone in its process: seconds, memory and quality, written as JSON.
+"""Run one method on one problem in a separate process; write time, memory and quality as JSON.
 
-The seconds are those of the processor, user and system together, of this process and those it started.
+Seconds are CPU time, user and system, of this process and its children.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class Spent:
-    """What some work took, and what came of it."""
+    """The result of a call, and its CPU time."""
 
     result: Any
     cpu: float
@@ -38,7 +38,7 @@ class Spent:
 
 
 def spent(work: Callable[[], Any], device: torch.device) -> Spent:
-    """Do some work and count its seconds."""
+    """Call a function and measure its CPU time."""
     cpu, wall = _cpu_seconds(), time.perf_counter()
     result = work()
     synchronize(device)
@@ -51,19 +51,19 @@ def _cpu_seconds() -> float:
 
 
 class Memory:
-    """The most memory in use since this was made: of the GPU if there is one, else resident."""
+    """Peak memory since creation: of the GPU if there is one, else resident memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
-            torch.cuda.init()  # there is nothing to reset before
+            torch.cuda.init()  # statistics can be reset only after this
             torch.cuda.reset_peak_memory_stats(device)
         else:
             _forget_peak()
             self.before = _resident("VmRSS:")
 
     def numbers(self) -> Cell:
-        """Return the peak, and how much of it was not there before."""
+        """Return the peak, and its increase since creation."""
         if self.device.type == "cuda":
             return {"peak": torch.cuda.max_memory_allocated(self.device)}
         peak = _resident("VmHWM:")
@@ -71,11 +71,11 @@ class Memory:
 
 
 def _forget_peak() -> None:
-    """Count the peak of this process anew, where the system lets us."""
+    """Reset the peak memory of this process, if the system allows it."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
-        return  # then the peak is that of the whole process, loading included
+        return  # then the peak includes the start of the process
 
 
 def _resident(name: str) -> int:
@@ -88,7 +88,7 @@ def _resident(name: str) -> int:
 
 
 def measured(entry: Entry, problem: Problem, truth: Any, most: int | None = None) -> Cell:
-    """Fit a method, score with each of its settings, and say how good the best is, alone and over several networks."""
+    """Fit a method, score with each of its settings, and return the best quality, for one and for several networks."""
     fitter = entry.fitter()
     cell: Cell = {"version": entry.version}
     networks = 1
@@ -119,7 +119,7 @@ def _on(entry: Entry, fitter: Fitter, problem: Problem, truth: Any) -> Cell:
 
 
 def _averaged(entry: Entry, fitter: Fitter, problem: Problem, truth: Any) -> Cell:
-    """Measure scores over all networks of the problem, averaged by the method itself if it knows how."""
+    """Measure scores over all networks of the problem, averaged by the method itself if it supports this."""
     with tempfile.TemporaryDirectory() as folder:
         parts = [problem] if entry.ensembles else [problem.at(i) for i in range(len(problem.states))]
         total: dict[str, Tensor] = {}
@@ -138,7 +138,7 @@ def _averaged(entry: Entry, fitter: Fitter, problem: Problem, truth: Any) -> Cel
 
 
 def _alike(fit: Fit, total: dict[str, Tensor]) -> range:
-    """Settings go by their place: their names may hold numbers that differ between networks."""
+    """Match settings by position, since their names may contain numbers that differ between networks."""
     return range(min(len(fit.settings), len(total) or len(fit.settings)))
 
 
@@ -147,7 +147,7 @@ def _scores(fit: Fit, setting: str, problem: Problem) -> Tensor:
 
 
 def quality(scores: Tensor, problem: Problem, truth: Any) -> Cell:
-    """Compare scores with what is known."""
+    """Compare scores with the ground truth."""
     scores = scores.detach().cpu().double()
     wrong = problem.examples.is_wrong
     expected = (problem.examples.num_queries, problem.num_train) if wrong is None else (problem.num_train,)
@@ -162,7 +162,7 @@ def quality(scores: Tensor, problem: Problem, truth: Any) -> Cell:
 
 
 def _best(cell: Cell, key: str) -> Cell:
-    """Put the setting with the best quality in front; a method whose every setting fails has failed."""
+    """Add the numbers of the best setting to the cell; mark it as failed if every setting failed."""
     tried = cell["tried"]
     working = {name: found for name, found in tried.items() if "failed" not in found}
     if not working:
@@ -172,7 +172,7 @@ def _best(cell: Cell, key: str) -> Cell:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure what the command line names."""
+    """Measure the method and problem of the command line."""
     parser = argparse.ArgumentParser(description="Measure one method on one problem.")
     parser.add_argument("--problem", required=True, choices=PROBLEMS)
     parser.add_argument("--method", required=True, choices=METHODS)
@@ -185,8 +185,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True)
     settings = parser.parse_args(argv)
     torch.set_num_threads(1)
-    torch.backends.cudnn.allow_tf32 = False  # memorised examples have losses of 1e-6: all digits of float32 count
-    warnings.simplefilter("ignore")  # a peer's own warnings are no business of a table
+    torch.backends.cudnn.allow_tf32 = False  # memorised examples have losses of 1e-6, which need full float32 precision
+    warnings.simplefilter("ignore")  # ignore warnings of peers
 
     def work() -> Cell:
         spec = (SMALL if settings.small else PROBLEMS)[settings.problem]
