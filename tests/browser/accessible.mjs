@@ -1,4 +1,4 @@
-// Every view, in both widths and both colours.
+// Accessibility of every view, in both widths and both themes.
 
 import { accessible, cards, open, Server, SOME } from "./driving.mjs";
 
@@ -18,16 +18,16 @@ export const accessibility = {
     await accessible(page, () => page.getByRole("region", { name: "Proponents" }).waitFor());
   },
 
-  async accessible_ask({ page, world }) {
+  async accessible_new_example({ page, world }) {
     await Server.withModel(world, page);
     await open(page, world, "ask");
-    await accessible(page, () => page.getByRole("button", { name: "Ask" }).waitFor());
+    await accessible(page, () => page.getByRole("button", { name: "Explain" }).waitFor());
   },
 
   async accessible_dialogs({ page, world }) {
     await open(page, world, `example/${world.explained.row}`);
-    await page.getByRole("button", { name: "Keyboard help" }).click();
-    await accessible(page, () => page.getByRole("dialog", { name: "Keys" }).waitFor(), SOME);
+    await page.getByRole("button", { name: "Keyboard shortcuts" }).click();
+    await accessible(page, () => page.getByRole("dialog", { name: "Keyboard shortcuts" }).waitFor(), SOME);
     await page.keyboard.press("Escape");
     await page.getByRole("button", { name: /^Relabel/ }).click();
     await accessible(page, () => page.getByRole("dialog", { name: /^Relabel row/ }).waitFor(), SOME);

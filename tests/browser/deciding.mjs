@@ -1,4 +1,4 @@
-// Decisions that are never lost, and questions about new images.
+// Decisions, which survive reloads and a killed server, and explanations of new images.
 
 import assert from "node:assert/strict";
 import {
@@ -32,36 +32,36 @@ export const deciding = {
     const isPressed = (word, row) =>
       page.getByRole("button", { name: `${word} row ${row}`, exact: true, pressed: true }).waitFor();
     await page.keyboard.press("j");
-    await press(page, "d", `Row ${first}: to drop.`);
+    await press(page, "d", `Row ${first}: marked to drop.`);
     await decided(page, { drop: 1, keep: 0, relabel: 0 });
     await isPressed("Drop", first);
-    await press(page, "u", `Row ${first}: to keep.`);
+    await press(page, "u", `Row ${first}: marked to keep.`);
     await decided(page, { drop: 0, keep: 1, relabel: 0 });
     await isPressed("Keep", first);
     await page.keyboard.press("r");
     const dialog = page.getByRole("dialog", { name: `Relabel row ${first}` });
     await dialog.getByLabel("New label").selectOption("4");
-    await press(page, "Enter", `Row ${first}: to relabel as 4.`); // as arrow keys would leave it
-    await press(page, "z", "Undone: 1 row as before.");
+    await press(page, "Enter", `Row ${first}: marked to relabel as 4.`); // the focus is still in the list
+    await press(page, "z", "Undone: last decision on 1 example.");
     await isPressed("Keep", first);
     await page.keyboard.press("r");
     await dialog.getByLabel("New label").selectOption("4");
     await dialog.getByRole("button", { name: "Relabel" }).click();
     await decided(page, { drop: 0, keep: 0, relabel: 1 });
     await isPressed("Relabel", first);
-    await press(page, "x", `Row ${first}: undecided again.`);
+    await press(page, "x", `Row ${first}: decision cleared.`);
     await decided(page, { drop: 0, keep: 0, relabel: 0 });
     assert.deepEqual(await pressed(first), []);
-    await press(page, "z", "Undone: 1 row as before.");
+    await press(page, "z", "Undone: last decision on 1 example.");
     await decided(page, { drop: 0, keep: 0, relabel: 1 });
     await isPressed("Relabel", first);
     await page.keyboard.press("j");
-    await press(page, "d", `Row ${second}: to drop.`);
+    await press(page, "d", `Row ${second}: marked to drop.`);
     await decided(page, { drop: 1, keep: 0, relabel: 1 });
     await page.keyboard.press("Enter");
     await page.getByRole("heading", { level: 1, name: `Row ${second}` }).waitFor();
     await page.getByRole("button", { name: /^Drop/, pressed: true }).waitFor();
-    await press(page, "u", `Row ${second}: to keep.`);
+    await press(page, "u", `Row ${second}: marked to keep.`);
     await decided(page, { drop: 0, keep: 1, relabel: 1 });
     world.acts = { [first]: "relabel", [second]: "keep" };
   },
@@ -79,7 +79,7 @@ export const deciding = {
     await decided(page, { drop: 0, keep: 1, relabel: 1 });
   },
 
-  async decide_beyond_the_threshold({ page, world }) {
+  async decide_above_the_threshold({ page, world }) {
     await open(page, world);
     await page.reload();
     await exactly(page);
@@ -90,13 +90,13 @@ export const deciding = {
     await until(
       () => exactly(page),
       (found) => found === wanted.length,
-      `${wanted.length} lie beyond, the page says`,
+      `${wanted.length} examples are above, the page shows`,
     );
-    await page.getByRole("button", { name: "Mark all as drop" }).click();
+    await page.getByRole("button", { name: "Drop all" }).click();
     await decided(page, { drop: wanted.length, keep: 0, relabel: 0 });
     await page.keyboard.press("z");
     await decided(page, { drop: 0, keep: 1, relabel: 1 });
-    await page.getByRole("button", { name: "Mark all as drop" }).click();
+    await page.getByRole("button", { name: "Drop all" }).click();
     await decided(page, { drop: wanted.length });
     for (const row of wanted) world.acts[row] = "drop";
     const [first] = wanted;
@@ -140,35 +140,38 @@ export const deciding = {
     world.kept.exported = { saved, acts: world.acts };
   },
 
-  async decide_and_be_killed({ page, world }) {
+  async decide_and_kill_the_server({ page, world }) {
     await open(page, world);
     const before = await tallies(page);
-    // What the page was asking for when the server died ends in one of these as well.
+    // Requests in flight when the server is killed end in one of these errors as well.
     world.awaited = ["ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE", "status of 403"];
     await world.server.kill();
     await open(page, world, "example/3");
-    await page.getByText("The server does not answer. Is eigentrace serve still running?").first().waitFor();
+    await page
+      .getByText("The server does not respond. Check that eigentrace serve is still running.")
+      .first()
+      .waitFor();
     await Server.withModel(world);
     await page.keyboard.press("z");
-    await page.getByText(/Reload the page: the server was started anew/).waitFor();
+    await page.getByText(/Reload the page: the server has restarted/).waitFor();
     await page.reload();
     await decided(page, before);
     await page.getByRole("group", { name: "Decide on row 3", exact: true }).waitFor();
-    await press(page, "d", "Row 3: to drop.");
+    await press(page, "d", "Row 3: marked to drop.");
     await decided(page, { drop: before.drop + 1 });
     await press(page, "z", "Undone");
     await decided(page, before);
   },
 
-  async ask_about_an_image({ page, world }) {
+  async explain_a_new_image({ page, world }) {
     await Server.withModel(world, page);
     await open(page, world, "ask");
     const { file, label, answer, prediction } = world.asked;
-    await page.getByRole("button", { name: "Ask" }).click();
+    await page.getByRole("button", { name: "Explain" }).click();
     await page.getByText("Choose an image first.").waitFor();
     await page.getByLabel(/Drop an image here/).setInputFiles(file);
-    await page.getByLabel("Label to explain").selectOption(String(label));
-    await page.getByRole("button", { name: "Ask" }).click();
+    await page.getByRole("combobox", { name: "Label", exact: true }).selectOption(String(label));
+    await page.getByRole("button", { name: "Explain" }).click();
     await answered(page, answer);
     assert.match(
       await page.getByText(/^The model predicts/).innerText(),
@@ -181,25 +184,25 @@ export const deciding = {
     await page.getByRole("heading", { level: 1, name: `Row ${answer.proponents[0][0]}` }).waitFor();
   },
 
-  async ask_about_no_image({ page, world }) {
+  async explain_a_file_that_is_not_an_image({ page, world }) {
     await Server.withModel(world, page);
     await open(page, world, "ask");
     const input = page.locator("input[type=file]");
     await input.setInputFiles({ name: "words.txt", mimeType: "text/plain", buffer: Buffer.from("words") });
-    await page.getByText("That is no PNG, JPEG or WebP image.").first().waitFor();
+    await page.getByText("words.txt is not a PNG, JPEG or WebP image: choose one.").first().waitFor();
     const large = Buffer.alloc(4 * 2 ** 20 + 1);
     await input.setInputFiles({ name: "large.png", mimeType: "image/png", buffer: large });
     await page.getByText("The image is larger than 4 MiB: choose a smaller one.").first().waitFor();
   },
 
-  async ask_about_a_broken_image({ page, world }) {
+  async explain_a_broken_image({ page, world }) {
     await Server.withModel(world, page);
     world.awaited = ["status of 400"];
     await open(page, world, "ask");
     await page
       .locator("input[type=file]")
       .setInputFiles({ name: "a.png", mimeType: "image/png", buffer: Buffer.from("no") });
-    await page.getByRole("button", { name: "Ask" }).click();
+    await page.getByRole("button", { name: "Explain" }).click();
     await page.getByText(/^The image cannot be read as PNG/).waitFor();
   },
 };

@@ -1,4 +1,4 @@
-// A run of images with classes: all that people can see and do.
+// All scenarios on a run of images with classes.
 
 import { accessibility } from "./accessible.mjs";
 import { deciding } from "./deciding.mjs";
@@ -16,7 +16,7 @@ await tour({
   ...accessibility,
   ...reported,
 
-  async quiet_all_the_time({ world }) {
+  async no_errors_in_any_scenario({ world }) {
     quiet(world);
   },
 });

@@ -1,4 +1,4 @@
-// Chromium on real servers: starts both, and notes whatever a page must not do.
+// Helpers that start servers and Chromium, run scenarios, and record errors and forbidden requests of the page.
 
 import assert from "node:assert/strict";
 import { spawn } from "node:child_process";
@@ -11,7 +11,7 @@ import { pathToFileURL } from "node:url";
 import { chromium } from "playwright-core";
 
 const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
-// Limits that only end what hangs: a wait takes milliseconds and a scenario seconds, on a busy machine ten times that.
+// Timeouts for hangs only: a wait takes milliseconds and a scenario seconds, on a busy machine ten times that.
 const PATIENCE = 90_000;
 const SCENARIO = 300_000;
 const FLAGS = [
@@ -25,20 +25,20 @@ const FLAGS = [
 ];
 const EVERY = [1280, 400].flatMap((width) => ["light", "dark"].map((colours) => ({ width, colours })));
 
-/** Each width and each colour once. */
+/** Each width and each theme once. */
 export const SOME = EVERY.filter(({ width, colours }) => (width === 1280) === (colours === "light"));
 
-/** `eigentrace serve` in a process of its own. */
+/** `eigentrace serve` in a separate process. */
 export class Server {
-  /** Start one; with a port it takes the place of one that has ended. */
+  /** Start a server; by default on a free port. */
   static async start({ python, run }, options = [], port = 0) {
     const command = ["-c", "from eigentrace.cli import main; main()", "serve", run, "--json", "--port", String(port)];
     const child = spawn(python, [...command, ...options], { stdio: ["ignore", "pipe", "inherit"] });
     const lines = createInterface({ input: child.stdout });
     const first = await Promise.race([once(lines, "line"), once(child, "exit")]);
-    assert.equal(typeof first[0], "string", `the server ended with ${first[0]} before it began`);
+    assert.equal(typeof first[0], "string", `the server exited with ${first[0]} during startup`);
     const { url } = JSON.parse(first[0]);
-    await (await fetch(new URL("api/overview", url))).text(); // the first answer reads the run, which takes its time
+    await (await fetch(new URL("api/overview", url))).text(); // the first request reads the run, which takes long
     return new Server(child, url);
   }
 
@@ -46,7 +46,7 @@ export class Server {
     Object.assign(this, { child, url, port: Number(new URL(url).port) });
   }
 
-  /** Put a server that has loaded the model into the place of one that has not, and leave the page of that one. */
+  /** Replace a server without the model by one with it, on the same port. */
   static async withModel(world, page) {
     if (world.hasModel) return;
     await page?.goto("about:blank");
@@ -55,14 +55,14 @@ export class Server {
     world.hasModel = true;
   }
 
-  /** kill -9, which leaves it no moment to put anything in order. */
+  /** Kill the server with SIGKILL, so that it cannot clean up. */
   async kill() {
     const ended = once(this.child, "exit");
     if (this.child.exitCode === null && this.child.kill("SIGKILL")) await ended;
   }
 }
 
-/** Do all scenarios one after the other, and write down what came of them as they end. */
+/** Run all scenarios in order, and write the results after each. */
 export async function tour(scenarios) {
   const world = { ...JSON.parse(readFileSync(process.argv[2], "utf8")), troubles: [], kept: {} };
   const results = {};
@@ -84,7 +84,7 @@ export async function tour(scenarios) {
   }
 }
 
-/** One scenario, on the page of the one before: people do not reload between views either. */
+/** Run one scenario on the page of the previous one: users do not reload between views either. */
 async function attempt(context, world, name, act) {
   Object.assign(world, { name, awaited: [], file: null });
   const page = context.pages()[0] ?? (await context.newPage());
@@ -100,7 +100,7 @@ async function attempt(context, world, name, act) {
   }
 }
 
-/** Wait for something, but not forever: what hangs must not take the scenarios after it along. */
+/** Wait for a promise with a timeout, so that one that hangs does not block later scenarios. */
 async function within(milliseconds, promise) {
   let timer;
   const late = new Promise((_, reject) => {
@@ -109,13 +109,13 @@ async function within(milliseconds, promise) {
   return Promise.race([promise, late]).finally(() => clearTimeout(timer));
 }
 
-/** Note errors, broken policies, dialogs and requests that leave the server. Scenarios name the errors they provoke. */
+/** Record errors, policy violations, dialogs and requests to other hosts, except the errors in `world.awaited`. */
 async function watch(context, world) {
   const note = (words) => {
     if (!world.awaited.some((part) => words.includes(part))) world.troubles.push(`${world.name}: ${words}`);
   };
-  // Interception stays on for good. Each scenario that delays an answer would switch it on and off, and requests that leave
-  // at that moment reach the server without being seen here.
+  // Interception stays on. Otherwise each scenario that delays a response would switch it on and off, and requests sent
+  // at that moment would not be seen here.
   await context.route("**/*", (route) => route.fallback());
   await context.addInitScript(() => {
     addEventListener("securitypolicyviolation", (event) =>
@@ -143,7 +143,7 @@ async function watch(context, world) {
   });
 }
 
-/** Draw a view anew and wait until it is there. */
+/** Open a view afresh and wait until it is displayed. */
 export async function open(page, world, view = "overview", home = world.server.url) {
   const other = view.startsWith("ask") ? "example" : "ask";
   for (const place of [other, view]) {
@@ -153,7 +153,7 @@ export async function open(page, world, view = "overview", home = world.server.u
   await page.getByRole("heading", { level: 1 }).waitFor();
 }
 
-/** Read something again and again until it is as it should be, and say what it was if it never is. */
+/** Poll a value until it is right; fail with the last value after a timeout. */
 export async function until(read, isRight, words) {
   const end = Date.now() + PATIENCE;
   for (;;) {
@@ -164,34 +164,34 @@ export async function until(read, isRight, words) {
   }
 }
 
-/** Wait until something reads like this. */
+/** Poll a value until it equals `wanted`. */
 export function reads(read, wanted, words) {
   return until(read, (found) => found === wanted, `${words} should become ${JSON.stringify(wanted)}, and is`);
 }
 
-/** The number of a text like "1,234 of 2,000 examples". */
+/** The first number of a text such as "1,234 of 2,000 examples". */
 export function leading(text) {
   return Number(/^(?:about )?([\d,]+)/.exec(text.trim())?.[1].replaceAll(",", "") ?? NaN);
 }
 
-/** How many examples the list says it has. */
+/** The number of examples that the list displays. */
 export async function listed(page) {
   return leading(await page.getByRole("main").getByRole("status").filter({ hasText: "of" }).first().innerText());
 }
 
-/** Cards of the list that are in the document, in their order. */
+/** The cards of the list that are in the document, in order. */
 export function cards(page) {
   return page.getByRole("list", { name: "Examples" }).getByRole("listitem");
 }
 
-/** Row numbers of those. */
+/** Row numbers of the cards in the document. */
 export function rowsOf(page) {
   return cards(page)
     .getByRole("link")
     .evaluateAll((links) => links.map((link) => Number(/^row (\d+)/.exec(link.ariaLabel)[1])));
 }
 
-/** Row numbers as the run has them: rows that fit, ordered by a column; the number of the row decides between equals. */
+/** Row numbers of the run that match a filter, sorted by a column, with ties by row number. */
 export function expected(world, isIn = () => true, column = "self_influence", sign = -1) {
   return world.rows
     .filter(isIn)
@@ -199,7 +199,7 @@ export function expected(world, isIn = () => true, column = "self_influence", si
     .map(({ row }) => row);
 }
 
-/** Hold back the next answer from an address that begins like this; the server does what it is asked at once. */
+/** Delay the next response whose URL starts with `path`; the server handles the request at once. */
 export async function delayed(page, path) {
   const [asked, freed, done] = [0, 1, 2].map(() => {
     const one = {};
@@ -211,7 +211,7 @@ export async function delayed(page, path) {
     const response = await route.fetch();
     asked.resolve();
     await freed.promise;
-    await route.fulfill({ response }).catch(() => {}); // the page may no longer want it
+    await route.fulfill({ response }).catch(() => {}); // the page may have aborted the request
     done.resolve();
   };
   await page.route(matches, hold, { times: 1 });
@@ -223,7 +223,7 @@ export async function delayed(page, path) {
   return { asked: asked.promise, release };
 }
 
-/** Let the page take in what came before: an answer that is asked for now comes after it. */
+/** Wait until the page has handled earlier responses: a request sent now is answered after them. */
 export async function settled(page) {
   for (let time = 0; time < 3; time += 1)
     await page.evaluate(async () => {
@@ -232,12 +232,12 @@ export async function settled(page) {
     });
 }
 
-/** A control of the list. */
+/** A control of the list's filters. */
 export function field(page, name) {
   return page.getByRole("search").getByRole(name === "Search" ? "searchbox" : "combobox", { name, exact: true });
 }
 
-/** Wait until the list holds exactly these rows; those in the document are looked at one by one. */
+/** Wait until the list has as many rows as `rows`, and those in the document are its first ones. */
 export async function lists(page, rows) {
   const read = async () => ({ total: await listed(page).catch(() => null), first: await rowsOf(page) });
   const isRight = ({ total, first }) =>
@@ -247,28 +247,28 @@ export async function lists(page, rows) {
   await until(read, isRight, `the list should be ${rows.length} rows, ${rows.slice(0, 8)} first, and is`);
 }
 
-/** The threshold of the histogram. */
+/** The slider of the histogram's threshold. */
 export function slider(page) {
   return page.getByRole("slider", { name: "Threshold on self-influence" });
 }
 
-/** The count beyond the threshold, once the server has told it. */
+/** The number of examples above the threshold, once it is exact. */
 export async function exactly(page) {
   const text = await until(
-    () => page.getByText(/lie beyond/).innerText(),
+    () => page.getByText(/are above/).innerText(),
     (words) => !words.startsWith("about"),
-    "no exact count",
+    "the count should become exact, and is",
   );
   return leading(text);
 }
 
-/** Where it is, by the address that shows the rows beyond it. */
+/** The value of the threshold, read from the link to the examples above it. */
 export async function thresholdOf(page) {
-  const link = page.getByRole("region", { name: "Which rows stand out" }).getByRole("link", { name: "Show these" });
+  const link = page.getByRole("region", { name: "Distribution" }).getByRole("link", { name: "Show examples" });
   return Number(new URLSearchParams((await link.getAttribute("href")).split("?")[1]).get("above"));
 }
 
-/** One side of an answer: [row, score] each, with all digits of the score. */
+/** One side of an explanation: [row, score] each, with all digits of the score. */
 export function sideOf(page, name) {
   return page
     .getByRole("region", { name })
@@ -281,7 +281,7 @@ export function sideOf(page, name) {
     );
 }
 
-/** Wait until both sides of an answer are the ones that Python gives. */
+/** Wait until both sides of an explanation equal those computed in Python. */
 export async function answered(page, wanted) {
   for (const [name, side] of [
     ["Proponents", wanted.proponents],
@@ -301,7 +301,7 @@ export async function normalise(page, name) {
   await choices.getByRole("radio", { name, checked: true }).waitFor();
 }
 
-/** Counts of the bar at the bottom: {drop, keep, relabel}. */
+/** The counts in the bar at the bottom: {drop, keep, relabel}. */
 export async function tallies(page) {
   const words = await page
     .getByRole("contentinfo")
@@ -310,24 +310,24 @@ export async function tallies(page) {
   return Object.fromEntries(words.map((text) => [/to (\w+)/.exec(text)[1], leading(text)]));
 }
 
-/** Wait until the bar says so. */
+/** Wait until the bar at the bottom shows these counts. */
 export function decided(page, wanted) {
   const isRight = (found) => Object.entries(wanted).every(([word, number]) => found[word] === number);
-  return until(() => tallies(page), isRight, `the bar should say ${JSON.stringify(wanted)}, and says`);
+  return until(() => tallies(page), isRight, `the bar should show ${JSON.stringify(wanted)}, and shows`);
 }
 
-/** Press the key of a decision and wait until it is told. */
+/** Press a key and wait until its message is displayed. */
 export async function press(page, key, words) {
   await page.keyboard.press(key);
-  const told = page.locator("#status");
+  const status = page.locator("#status");
   await until(
-    () => told.innerText(),
+    () => status.innerText(),
     (text) => text.includes(words),
-    `after ${key} the page should say "${words}", and says`,
+    `after ${key} the page should show "${words}", and shows`,
   );
 }
 
-/** Save through the menu at the bottom. */
+/** Export decisions by the menu at the bottom, and return the path of the file. */
 export async function save(page, world, name) {
   const bar = page.getByRole("contentinfo");
   const item = bar.getByText(name, { exact: true });
@@ -338,7 +338,7 @@ export async function save(page, world, name) {
   return path;
 }
 
-/** Let axe-core look at a page in both widths and colours; nothing may stick out sideways either. */
+/** Check a view with axe-core in both widths and themes; it must not scroll horizontally either. */
 export async function accessible(page, go, widths = EVERY) {
   const found = [];
   for (const { width, colours } of widths) {
@@ -361,7 +361,7 @@ export async function accessible(page, go, widths = EVERY) {
   assert.deepEqual(found, []);
 }
 
-/** No scenario so far may have caused trouble. */
+/** Check that no scenario so far has caused errors. */
 export function quiet(world) {
   assert.deepEqual(world.troubles, []);
 }

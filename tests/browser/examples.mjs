@@ -1,4 +1,4 @@
-// Many images, and one of them.
+// The list of examples and the view of one example, on images.
 
 import assert from "node:assert/strict";
 import {
@@ -44,7 +44,7 @@ export const examples = {
     await field(page, "Prediction").selectOption({ label: "5" });
     const both = expected(world, (row) => row.label === 3 && row.prediction === 5);
     if (both.length) await lists(page, both);
-    else await page.getByRole("heading", { name: "Nothing matches" }).waitFor();
+    else await page.getByRole("heading", { name: "No matches" }).waitFor();
     await page.getByRole("button", { name: "Remove filter: class 3" }).click();
     await lists(
       page,
@@ -75,9 +75,9 @@ export const examples = {
     );
   },
 
-  async examples_by_share({ page, world }) {
+  async examples_by_quantile({ page, world }) {
     await open(page, world, "examples");
-    await field(page, "Share").selectOption({ label: "Highest 10%" });
+    await field(page, "Quantile").selectOption({ label: "Highest 10%" });
     const total = await until(
       () => listed(page),
       (found) => found < 200,
@@ -85,7 +85,7 @@ export const examples = {
     );
     assert.ok(Math.abs(total - 20) <= 1, `a tenth of 200 rows are 20, not ${total}`);
     await lists(page, expected(world).slice(0, total));
-    await field(page, "Share").selectOption({ label: "Lowest quarter" });
+    await field(page, "Quantile").selectOption({ label: "Lowest quarter" });
     const lowest = await until(
       () => listed(page),
       (found) => found > total,
@@ -104,7 +104,7 @@ export const examples = {
       expected(world, (row) => row.id.includes("digit-01")),
     );
     await field(page, "Search").fill("no such thing");
-    await page.getByRole("heading", { name: "Nothing matches" }).waitFor();
+    await page.getByRole("heading", { name: "No matches" }).waitFor();
     await page.getByRole("link", { name: "Clear the filters" }).click();
     await lists(page, expected(world));
   },
@@ -180,7 +180,7 @@ export const examples = {
     await page.keyboard.press("j");
     await page.getByRole("heading", { level: 1, name: `Row ${order[2]}` }).waitFor();
     await page.keyboard.press("?");
-    await page.getByRole("dialog", { name: "Keys" }).waitFor();
+    await page.getByRole("dialog", { name: "Keyboard shortcuts" }).waitFor();
     await page.keyboard.press("Escape");
     await reads(() => page.getByRole("dialog").count(), 0, "dialogs");
     await page.keyboard.press("1");
@@ -194,7 +194,7 @@ export const examples = {
     await answered(page, none);
     assert.ok((await sideOf(page, "Proponents")).every(([, score]) => score > 0));
     assert.ok((await sideOf(page, "Opponents")).every(([, score]) => score < 0));
-    await page.getByText(/Scores in nats/).waitFor();
+    await page.getByText(/In nats: the predicted increase/).waitFor();
     const facts = page.getByRole("region", { name: new RegExp(`^row ${row},`) });
     assert.match(await facts.innerText(), /1 of 200/);
     assert.match(await facts.innerText(), new RegExp(world.rows[row].id));
@@ -226,7 +226,7 @@ export const examples = {
     await open(page, world, `example/${row}`);
     await answered(page, none);
     assert.notDeepEqual(exact, none);
-    await page.getByRole("button", { name: "Score exactly" }).click();
+    await page.getByRole("button", { name: "Compute exact scores" }).click();
     await answered(page, exact);
     await page.getByText(/^Exact scores\./).waitFor();
   },

@@ -1,4 +1,4 @@
-// Answers that come late, and keys that are pressed before the page is done with the ones before.
+// Responses that arrive late or out of order, and keys pressed before earlier actions have finished.
 
 import assert from "node:assert/strict";
 import {
@@ -22,13 +22,13 @@ export const late = {
     const first = await delayed(page, "/api/groups/");
     await open(page, world);
     await first.asked;
-    const choice = page.getByLabel("Column of the groups");
+    const choice = page.getByLabel("Group by column");
     assert.notEqual(await choice.inputValue(), "scanner");
     await choice.selectOption("scanner");
     const box = page.getByRole("region", { name: "Table of groups by scanner" });
     await box.getByRole("row", { name: /^new 133/ }).waitFor();
     await first.release();
-    assert.equal(await box.count(), 1, "an answer to the choice before took the place of the table");
+    assert.equal(await box.count(), 1, "the late response for an earlier choice replaced the table");
   },
 
   async late_histogram({ page, world }) {
@@ -41,7 +41,7 @@ export const late = {
     const grip = page.getByRole("slider", { name: "Threshold on gradient norm" });
     await grip.waitFor();
     await first.release();
-    assert.equal(await grip.count(), 1, "an answer to the choice before took the place of the histogram");
+    assert.equal(await grip.count(), 1, "the late response for an earlier choice replaced the histogram");
   },
 
   async late_list({ page, world }) {
@@ -68,9 +68,13 @@ export const late = {
       return route.abort("failed");
     });
     await page.evaluate(() => scrollTo(0, document.body.scrollHeight));
-    await until(() => asked.length, (number) => number >= 5, "requests to a server that is down should go on, and are");
-    // Waits double from half a second on; at an even pace of a half, five requests would take two seconds.
-    assert.ok(asked[4] - asked[0] > 2500, `five requests within ${asked[4] - asked[0]} ms`);
+    await until(
+      () => asked.length,
+      (number) => number >= 5,
+      "the page should keep retrying while the server is down; number of requests",
+    );
+    // Waits double, starting at half a second; with a constant wait, five requests would take two seconds.
+    assert.ok(asked[4] - asked[0] > 2500, `five requests within ${asked[4] - asked[0]} ms: no exponential backoff`);
     await page.unroute("**/api/examples?*");
     await page.getByRole("link", { name: new RegExp(`^row ${wanted.at(-1)},`) }).waitFor();
   },
@@ -82,11 +86,11 @@ export const late = {
     const plain = await delayed(page, "/api/explain/");
     await normalise(page, "Gradient");
     await plain.asked;
-    await page.getByRole("button", { name: "Score exactly" }).click();
+    await page.getByRole("button", { name: "Compute exact scores" }).click();
     const exact = page.getByText(/^Exact scores\./);
     await exact.waitFor();
     await plain.release();
-    assert.equal(await exact.count(), 1, "plain scores took the place of exact ones that were asked for later");
+    assert.equal(await exact.count(), 1, "late scores replaced exact scores that were requested after them");
   },
 
   async late_decisions({ page, world }) {
@@ -105,12 +109,12 @@ export const late = {
     await page.keyboard.press("u");
     await page.keyboard.press("z");
     await settled(page);
-    assert.deepEqual(posts, ["drop"], "an act was sent before the one before it was done");
+    assert.deepEqual(posts, ["drop"], "a decision was sent before the previous one had finished");
     await first.release();
     await decided(page, { ...before, drop: before.drop + 1 });
     await buttons.getByRole("button", { name: /^Drop/, pressed: true }).waitFor();
     assert.deepEqual(posts, ["drop", "keep", "undo"]);
-    await press(page, "z", "Undone: 1 row as before.");
+    await press(page, "z", "Undone: last decision on 1 example.");
     await decided(page, before);
   },
 
@@ -121,13 +125,14 @@ export const late = {
     await buttons.waitFor();
     const before = await tallies(page);
     const first = await delayed(page, `/api/examples/${row}`);
-    await press(page, "d", `Row ${row}: to drop.`);
+    await press(page, "d", `Row ${row}: marked to drop.`);
     await first.asked;
-    await press(page, "u", `Row ${row}: to keep.`);
+    await press(page, "u", `Row ${row}: marked to keep.`);
     const subject = page.getByRole("region", { name: new RegExp(`^row ${row},`) });
     await subject.getByText("to keep", { exact: true }).waitFor();
     await first.release();
-    assert.equal(await subject.getByText("to drop", { exact: true }).count(), 0, "the row is as it was before");
+    const dropped = await subject.getByText("to drop", { exact: true }).count();
+    assert.equal(dropped, 0, "a late response restored the previous decision");
     await press(page, "z", "Undone");
     await press(page, "z", "Undone");
     await decided(page, before);
@@ -140,11 +145,11 @@ export const late = {
         return document.activeElement.name ?? document.activeElement.localName;
       });
     await open(page, world, "examples");
-    assert.equal(await slash(), "search", "the search should have the focus before another key can come");
+    assert.equal(await slash(), "search", "the search box should be focused synchronously");
     await open(page, world);
-    assert.equal(await slash(), "search", "the search should have the focus before another key can come");
+    assert.equal(await slash(), "search", "the search box should be focused synchronously");
     await page.goBack();
-    await reads(() => page.getByRole("heading", { level: 1 }).innerText(), "Overview", "the view before");
+    await reads(() => page.getByRole("heading", { level: 1 }).innerText(), "Overview", "the previous view");
     await page.keyboard.press("/");
     await page.keyboard.type("digit-01");
     await lists(
@@ -153,27 +158,27 @@ export const late = {
     );
   },
 
-  async letters_while_the_list_is_drawn_anew({ page, world }) {
+  async typing_while_the_list_is_redrawn({ page, world }) {
     await open(page, world, "examples");
     await lists(page, expected(world));
     await page.evaluate(() => {
       const type = (letter) => () => document.execCommand("insertText", false, letter);
-      navigation.addEventListener("currententrychange", type("1"), { once: true }); // before the page hears of it
-      addEventListener("hashchange", type("9"), { once: true }); // and after
+      navigation.addEventListener("currententrychange", type("1"), { once: true }); // before the page's handlers
+      addEventListener("hashchange", type("9"), { once: true }); // and after them
     });
     await field(page, "Search").focus();
     await page.keyboard.insertText("digit-0");
     await lists(page, [19]);
     assert.equal(await field(page, "Search").inputValue(), "digit-019");
     await page.goBack();
-    await reads(() => field(page, "Search").inputValue(), "digit-0", "the search of the address before");
+    await reads(() => field(page, "Search").inputValue(), "digit-0", "the search of the previous URL");
     await lists(
       page,
       expected(world, (row) => row.id.includes("digit-0")),
     );
   },
 
-  async search_that_is_left({ page, world }) {
+  async leaving_with_a_pending_search({ page, world }) {
     await open(page, world, "examples");
     await lists(page, expected(world));
     await page.evaluate(async () => {
@@ -183,7 +188,7 @@ export const late = {
       location.hash = "#/overview";
       await new Promise((resolve) => setTimeout(resolve, 500));
     });
-    assert.match(page.url(), /#\/overview$/, "a search took people back to a view that they had left");
+    assert.match(page.url(), /#\/overview$/, "a pending search returned to a view that the user had left");
     await page.getByRole("heading", { level: 1, name: "Overview" }).waitFor();
   },
 };

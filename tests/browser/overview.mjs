@@ -1,4 +1,4 @@
-// A run of images at a glance.
+// The overview of a run of images.
 
 import assert from "node:assert/strict";
 import { exactly, expected, leading, listed, lists, open, reads, slider, thresholdOf, until } from "./driving.mjs";
@@ -13,7 +13,7 @@ export const overview = {
         Object.fromEntries(terms.map((term) => [term.textContent, term.nextElementSibling.textContent])),
       );
     assert.equal(facts["training examples"], "200");
-    assert.equal(facts["numbers per example"], String(world.features));
+    assert.equal(facts["features per example"], String(world.features));
     assert.equal(facts.method, "Arnoldi");
     assert.match(Object.keys(facts).join(), /δ/);
     assert.match(await page.title(), /^Overview · \S+ · eigentrace$/);
@@ -42,13 +42,13 @@ export const overview = {
     await page.mouse.up();
     const threshold = await thresholdOf(page);
     const wanted = world.rows.filter((row) => row.self_influence > threshold).length;
-    assert.ok(wanted > before, `${wanted} rows beyond after the drag, ${before} before`);
+    assert.ok(wanted > before, `${wanted} examples above the threshold after the drag, ${before} before`);
     await until(
       () => exactly(page),
       (found) => found === wanted,
-      `${wanted} rows lie beyond ${threshold}, the page says`,
+      `${wanted} examples are above ${threshold}, the page shows`,
     );
-    await page.getByRole("region", { name: "Which rows stand out" }).getByRole("link", { name: "Show these" }).click();
+    await page.getByRole("region", { name: "Distribution" }).getByRole("link", { name: "Show examples" }).click();
     await lists(
       page,
       expected(world, (row) => row.self_influence > threshold),
@@ -68,22 +68,22 @@ export const overview = {
     await until(
       () => exactly(page),
       (found) => found === wanted,
-      `${wanted} rows lie beyond ${threshold}, the page says`,
+      `${wanted} examples are above ${threshold}, the page shows`,
     );
-    assert.match(await slider(page).getAttribute("aria-valuetext"), new RegExp(`${wanted} rows beyond`));
+    assert.match(await slider(page).getAttribute("aria-valuetext"), new RegExp(`${wanted} examples above`));
     await page.keyboard.press("End");
-    await reads(place, 100, "the place of the slider");
+    await reads(place, 100, "the position of the slider");
     const last = await until(
       () => exactly(page),
       (found) => found <= 1,
-      "hardly a row lies beyond the most, the page says",
+      "at most one example is above the maximum, the page shows",
     );
-    assert.equal(await page.getByRole("button", { name: "Mark all as drop" }).isDisabled(), last === 0);
+    assert.equal(await page.getByRole("button", { name: "Drop all" }).isDisabled(), last === 0);
     await page.keyboard.press("Home");
     await until(
       () => exactly(page),
       (found) => found >= 190,
-      "nearly all rows lie beyond the least, the page says",
+      "nearly all examples are above the minimum, the page shows",
     );
   },
 
@@ -91,7 +91,7 @@ export const overview = {
     await open(page, world);
     await page.getByLabel("Column of the histogram").selectOption({ label: "Loss" });
     await page.getByRole("slider", { name: "Threshold on loss" }).waitFor();
-    await page.getByRole("img", { name: "Histogram of loss over 200 rows." }).waitFor();
+    await page.getByRole("img", { name: "Histogram of loss over 200 examples." }).waitFor();
   },
 
   async overview_brush({ page, world }) {
@@ -107,13 +107,13 @@ export const overview = {
     const text = await until(
       () =>
         region
-          .getByText(/in the chosen range/)
+          .getByText(/in this range/)
           .innerText()
           .catch(() => ""),
       (words) => words !== "",
-      "nothing was chosen",
+      "no range was selected",
     );
-    await region.getByRole("link", { name: "Show these" }).click();
+    await region.getByRole("link", { name: "Show examples" }).click();
     await page.getByRole("heading", { level: 1, name: "Examples" }).waitFor();
     const ranges = new URLSearchParams(new URL(page.url()).hash.split("?")[1])
       .getAll("within")
@@ -130,18 +130,18 @@ export const overview = {
     await until(
       () => listed(page),
       (found) => found >= wanted.length,
-      "without the range of losses",
+      "the list without the range of losses, the page shows",
     );
   },
 
   async overview_brush_by_numbers({ page, world }) {
     await open(page, world);
     const region = page.getByRole("region", { name: "Loss and self-influence" });
-    await region.getByText("Choose by numbers").click();
+    await region.getByText("Enter a range").click();
     await region.getByLabel("Loss from").fill("1");
     await region.getByLabel("Loss from").press("Tab");
     const wanted = world.rows.filter((row) => row.loss >= 1).length;
-    await region.getByText(`${wanted} rows in the chosen range.`).waitFor();
+    await region.getByText(`${wanted} examples in this range.`).waitFor();
   },
 
   async overview_click_on_a_point({ page, world }) {
@@ -166,13 +166,13 @@ export const overview = {
       (await numbers()).reduce((sum, text) => sum + Number(text), 0),
       200,
     );
-    await box.getByRole("button", { name: "Rows" }).click();
+    await box.getByRole("button", { name: "Examples" }).click();
     const sorted = (await numbers()).map(Number);
     assert.deepEqual(
       sorted,
       sorted.toSorted((a, b) => b - a),
     );
-    assert.equal(await box.getByRole("columnheader", { name: "Rows" }).getAttribute("aria-sort"), "descending");
+    assert.equal(await box.getByRole("columnheader", { name: "Examples" }).getAttribute("aria-sort"), "descending");
     await box.getByRole("link", { name: "7" }).click();
     await lists(
       page,
@@ -182,7 +182,7 @@ export const overview = {
 
   async overview_groups({ page, world }) {
     await open(page, world);
-    await page.getByLabel("Column of the groups").selectOption("scanner");
+    await page.getByLabel("Group by column").selectOption("scanner");
     const box = page.getByRole("region", { name: "Table of groups by scanner" });
     await box.getByRole("row", { name: /^new 133/ }).waitFor();
     await box.getByRole("row", { name: /^old 67/ }).waitFor();
@@ -193,18 +193,18 @@ export const overview = {
     );
   },
 
-  async colours_switched({ page, world }) {
+  async theme_switched({ page, world }) {
     await page.emulateMedia({ colorScheme: "light" });
     await open(page, world);
-    const ground = () => page.evaluate(() => getComputedStyle(document.body).backgroundColor);
-    const light = await ground();
+    const background = () => page.evaluate(() => getComputedStyle(document.body).backgroundColor);
+    const light = await background();
     await page.getByRole("button", { name: "Switch between light and dark" }).click();
-    const dark = await until(ground, (found) => found !== light, "the colour of the ground");
+    const dark = await until(background, (found) => found !== light, "the background should change, and is");
     await page.reload();
     await page.getByRole("heading", { level: 1 }).waitFor();
-    assert.equal(await ground(), dark);
+    assert.equal(await background(), dark);
     await page.getByRole("button", { name: "Switch between light and dark" }).click();
-    await reads(ground, light, "the colour of the ground");
+    await reads(background, light, "the background");
     await page.evaluate(() => localStorage.clear());
     await page.reload();
   },

@@ -1,4 +1,4 @@
-// A run of pairs of texts without classes, some of which would take over a careless page.
+// A run of pairs of texts without classes; some texts are script injections.
 
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
@@ -21,7 +21,7 @@ import {
   until,
 } from "./driving.mjs";
 
-/** Whether the texts of the data did anything to the page. */
+/** Check that no text of the data was run or parsed as HTML. */
 async function inert(page) {
   const done = await page.evaluate(() => ({
     owned: [globalThis.owned, globalThis.__hacked].filter((value) => value !== undefined),
@@ -33,7 +33,7 @@ async function inert(page) {
   assert.deepEqual(done, { owned: [], scripts: 0, injected: 0, frames: 0, bad: 0 });
 }
 
-/** Both texts of the example that is open, to the letter. */
+/** The full texts of the open example. */
 function textsOf(page, name) {
   return page
     .getByRole("region", { name })
@@ -45,7 +45,7 @@ const scenarios = {
   async overview({ page, world }) {
     await open(page, world);
     await page.getByRole("img", { name: /^Spectrum/ }).waitFor();
-    await page.getByRole("img", { name: "Scatter of self-influence against loss for 50 rows" }).waitFor();
+    await page.getByRole("img", { name: "Scatter plot of self-influence against loss for 50 examples" }).waitFor();
     assert.equal(await page.getByRole("region", { name: "Table of classes" }).count(), 0);
     const groups = page.getByRole("region", { name: "Table of groups by source" });
     await groups.getByRole("row", { name: /^web 17/ }).waitFor();
@@ -78,14 +78,14 @@ const scenarios = {
     await inert(page);
   },
 
-  async examples_by_group_and_share({ page, world }) {
+  async examples_by_group_and_quantile({ page, world }) {
     await open(page, world, "examples");
     await field(page, "Group").selectOption({ label: "source: books" });
     await lists(
       page,
       expected(world, (row) => row.source === "books"),
     );
-    await field(page, "Share").selectOption({ label: "Lowest quarter" });
+    await field(page, "Quantile").selectOption({ label: "Lowest quarter" });
     const low = new Set(expected(world).slice(-13));
     await lists(
       page,
@@ -97,7 +97,7 @@ const scenarios = {
     const { row, id, text } = world.rows.at(-1);
     await open(page, world, `examples?search=${id}`);
     const card = cards(page).filter({ hasText: id });
-    await card.getByText("Cut here.").waitFor({ state: "attached" });
+    await card.getByText("Truncated.").waitFor({ state: "attached" });
     assert.ok(!(await card.textContent()).includes(text));
     await open(page, world, `example/${row}`);
     await until(
@@ -143,10 +143,10 @@ const scenarios = {
     world.awaited = ["status of 400"];
     const hostile = encodeURIComponent('"><img src=x onerror=alert(1)>');
     await open(page, world, `examples?group=source:${hostile}&search=${hostile}`);
-    await page.getByText(/Nothing matches|That did not work/).waitFor();
+    await page.getByText(/No matches|Something went wrong/).waitFor();
     await inert(page);
     await open(page, world, `examples?sort=${hostile}`);
-    await page.getByRole("heading", { name: "That did not work" }).waitFor();
+    await page.getByRole("heading", { name: "Something went wrong" }).waitFor();
     await inert(page);
     await open(page, world, `example/${hostile}?normalize=${hostile}`);
     await page.getByRole("heading", { name: "There is no such row" }).waitFor();
@@ -170,14 +170,14 @@ const scenarios = {
     await open(page, world, "examples?sort=row&order=asc");
     await cards(page).first().waitFor();
     await page.keyboard.press("j");
-    await press(page, "d", "Row 0: to drop.");
+    await press(page, "d", "Row 0: marked to drop.");
     await page.keyboard.press("ArrowDown");
-    await press(page, "u", "Row 1: to keep.");
+    await press(page, "u", "Row 1: marked to keep.");
     await page.keyboard.press("r");
     await decided(page, { drop: 1, keep: 1 });
     assert.equal(await page.getByRole("dialog").count(), 0);
     assert.equal(await page.getByRole("button", { name: "Relabel row 1" }).count(), 0);
-    await press(page, "x", "Row 1: undecided again.");
+    await press(page, "x", "Row 1: decision cleared.");
     await press(page, "z", "Undone");
     await decided(page, { drop: 1, keep: 1 });
     await page.reload();
@@ -195,30 +195,30 @@ const scenarios = {
     );
   },
 
-  async ask_without_the_model({ page, world }) {
+  async explain_without_the_model({ page, world }) {
     await open(page, world, "ask");
     await page.getByRole("heading", { name: "The model is not loaded" }).waitFor();
-    assert.equal(await page.getByRole("button", { name: "Ask" }).count(), 0);
+    assert.equal(await page.getByRole("button", { name: "Explain" }).count(), 0);
   },
 
-  async ask_about_a_pair({ page, world }) {
+  async explain_a_new_pair({ page, world }) {
     await Server.withModel(world, page);
     await open(page, world, "ask");
     const { text, target, answer } = world.asked;
     await page.getByLabel("Source").fill(text);
     await page.getByLabel("Target").fill(target);
-    await page.getByRole("button", { name: "Ask" }).click();
+    await page.getByRole("button", { name: "Explain" }).click();
     await answered(page, answer);
     await page.getByText(/^Its loss is [\d.]+ nats\.$/).waitFor();
   },
 
-  async ask_about_a_hostile_pair({ page, world }) {
+  async explain_a_hostile_pair({ page, world }) {
     await Server.withModel(world, page);
     await open(page, world, "ask");
     const words = "<img src=x onerror=alert(1)><script>window.owned = 1</script>";
     await page.getByLabel("Source").fill(words);
     await page.getByLabel("Target").fill(words);
-    await page.getByRole("button", { name: "Ask" }).click();
+    await page.getByRole("button", { name: "Explain" }).click();
     await page.getByRole("region", { name: "Proponents" }).waitFor();
     assert.equal(await page.getByLabel("Source").inputValue(), words);
     await inert(page);
@@ -239,13 +239,13 @@ const scenarios = {
     await accessible(page, () => page.getByRole("region", { name: "Proponents" }).waitFor(), SOME);
   },
 
-  async accessible_ask({ page, world }) {
+  async accessible_new_example({ page, world }) {
     await Server.withModel(world, page);
     await open(page, world, "ask");
-    await accessible(page, () => page.getByRole("button", { name: "Ask" }).waitFor(), SOME);
+    await accessible(page, () => page.getByRole("button", { name: "Explain" }).waitFor(), SOME);
   },
 
-  async trouble_is_noticed({ page, world }) {
+  async errors_are_detected({ page, world }) {
     await open(page, world);
     const before = world.troubles.length;
     await page.evaluate(() => {
@@ -261,13 +261,13 @@ const scenarios = {
     await until(
       () => world.troubles.slice(before).join(),
       (told) => signs.every((sign) => told.includes(sign)),
-      "a script in the page and an error should be noticed, and there is",
+      "an injected script and an uncaught error should be detected; detected are",
     );
     world.troubles.length = before;
     await inert(page);
   },
 
-  async quiet_all_the_time({ world }) {
+  async no_errors_in_any_scenario({ world }) {
     quiet(world);
   },
 };

@@ -32,13 +32,13 @@ function held(world) {
   return Object.keys(JSON.parse(text).rows).map(Number);
 }
 
-/** Those, as the run orders them by a column. */
+/** The rows in the report, sorted by a column. */
 function expected(world, column, sign) {
   const compare = (a, b) => sign * (world.rows[a][column] - world.rows[b][column]) || a - b;
   return held(world).sort(compare);
 }
 
-/** A report holds fewer names on either side than a server tells. */
+/** Cut an explanation to the number of proponents and opponents that a report contains. */
 function shortened({ proponents, opponents }) {
   return { proponents: proponents.slice(0, 6), opponents: opponents.slice(0, 6) };
 }
@@ -46,17 +46,17 @@ function shortened({ proponents, opponents }) {
 export const reported = {
   async report_overview({ page, world }) {
     await view({ page, world });
-    const words = await page.getByText(/^A report in one file/).innerText();
-    assert.equal(Number(/holds ([\d,]+) of 200/.exec(words)[1]), held(world).length);
+    const words = await page.getByText(/^This report contains/).innerText();
+    assert.equal(Number(/contains ([\d,]+) of 200/.exec(words)[1]), held(world).length);
     await page.getByRole("img", { name: /^Spectrum/ }).waitFor();
     await page.getByRole("img", { name: /^Scatter/ }).waitFor();
     await page.getByRole("slider", { name: "Threshold on self-influence" }).press("Home");
     await until(
-      () => page.getByText(/lie beyond/).innerText(),
+      () => page.getByText(/are above/).innerText(),
       (text) => leading(text) >= 190 && text.includes("in this report"),
-      "the threshold should tell of nearly all rows, and says",
+      "nearly all examples should be above the threshold, the page shows",
     );
-    await page.getByLabel("Column of the groups").selectOption("scanner");
+    await page.getByLabel("Group by column").selectOption("scanner");
     const groups = page.getByRole("region", { name: "Table of groups by scanner" });
     await groups.getByRole("row", { name: /^old 67/ }).waitFor();
     await page.getByRole("region", { name: "Table of classes" }).getByRole("link", { name: "7" }).click();
@@ -90,7 +90,7 @@ export const reported = {
     await view({ page, world });
     await page.keyboard.press("/");
     await page.keyboard.type("no such thing");
-    await page.getByRole("heading", { name: "Nothing matches" }).waitFor();
+    await page.getByRole("heading", { name: "No matches" }).waitFor();
     assert.equal(await page.getByRole("searchbox", { name: "Search" }).inputValue(), "no such thing");
   },
 
@@ -116,12 +116,12 @@ export const reported = {
     await answered(page, none);
   },
 
-  async report_of_what_is_not_in_it({ page, world }) {
+  async report_without_the_row({ page, world }) {
     const known = new Set(held(world));
     const absent = world.rows.find(({ row }) => !known.has(row)).row;
     await view({ page, world }, `example/${absent}`);
     await page.getByRole("heading", { name: "Not in this report" }).waitFor();
-    await page.getByText(`Row ${absent} is not among the ${known.size} that this report holds.`).waitFor();
+    await page.getByText(`Row ${absent} is not among the ${known.size} examples of this report.`).waitFor();
   },
 
   async report_decides({ page, world }) {
@@ -130,9 +130,9 @@ export const reported = {
     await lists(page, order);
     await decided(page, { drop: 0, keep: 0, relabel: 0 });
     await page.keyboard.press("j");
-    await press(page, "d", `Row ${order[0]}: to drop.`);
+    await press(page, "d", `Row ${order[0]}: marked to drop.`);
     await page.keyboard.press("j");
-    await press(page, "u", `Row ${order[1]}: to keep.`);
+    await press(page, "u", `Row ${order[1]}: marked to keep.`);
     await decided(page, { drop: 1, keep: 1, relabel: 0 });
     const lines = readFileSync(await save(page, world, "CSV"), "utf8")
       .trim()
@@ -143,11 +143,11 @@ export const reported = {
     await decided(page, { drop: 1, keep: 0, relabel: 0 });
   },
 
-  async report_cannot_be_asked({ page, world }) {
+  async report_cannot_explain_new_examples({ page, world }) {
     await view({ page, world }, "ask");
     await page.getByRole("heading", { name: "The model is not loaded" }).waitFor();
     await page.getByText(/Open the run with eigentrace serve/).waitFor();
-    await reads(() => page.getByRole("button", { name: "Ask" }).count(), 0, "buttons to ask");
+    await reads(() => page.getByRole("button", { name: "Explain" }).count(), 0, "the number of buttons to explain");
   },
 
   async report_accessible_overview({ page, world }) {
