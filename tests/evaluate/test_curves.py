@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eigentrace.errors import InputError
-from eigentrace.evaluate.curves import Curve, curves_svg, round_ticks
+from eigentrace.evaluate.curves import Curve, curves_svg
 from tests.helpers.expecting import refused
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -45,15 +45,6 @@ def test_controls_are_grey_and_dashed_and_names_do_not_cover_each_other():
     assert np.diff(heights).min() >= 15.9
 
 
-def test_a_name_can_keep_its_colour():
-    both, alone = [curve("a"), curve("b")], [curve("b", colour=1)]
-    strokes = [
-        [line.get("stroke") for line in ET.fromstring(curves_svg("t", curves, "x", "y")).iter(f"{SVG}polyline")]
-        for curves in (both, alone)
-    ]
-    assert strokes[1] == strokes[0][1:]
-
-
 def test_names_of_curves_that_end_low_stay_above_the_numbers_of_the_axis():
     falling = [curve(name, up=(4.0, 2.0, 1.0)) for name in ("low", "lower", "lowest")]
     root = ET.fromstring(curves_svg("t", falling, "x", "y"))
@@ -79,23 +70,6 @@ def test_a_single_point_is_a_dot_where_its_number_is_with_its_spread():
     ends = [float(word) for word in bar.removeprefix("M").replace("V", " ").split()]
     assert ends[0] == float(dot.get("cx"))
     assert (ends[1] + ends[2]) / 2 == pytest.approx(float(dot.get("cy")), abs=0.11)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "expected"),
-    [((0, 1), [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]), ((-3, 3), [-2, 0, 2]), ((0.98, 1.01), [0.98, 0.99, 1.0, 1.01])],
-)
-def test_ticks_are_round(bounds, expected):
-    assert round_ticks(*bounds) == expected
-
-
-def test_ticks_are_few_and_inside():
-    for low, high in np.random.default_rng(0).normal(size=(200, 2)) * 10.0 ** np.arange(-100, 100)[:, None] ** 1:
-        low, high = sorted((low, high))  # noqa: PLW2901
-        ticks = round_ticks(low, high)
-        assert 2 <= len(ticks) <= 7
-        slack = 1e-6 * (high - low)
-        assert low - slack <= ticks[0] <= ticks[-1] <= high + slack
 
 
 @pytest.mark.parametrize(

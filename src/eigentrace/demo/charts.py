@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from html import escape
 
 import numpy as np
 
 from eigentrace.errors import InputError
-from eigentrace.evaluate.scale import LogScale, count_ticks, tick_labels
+from eigentrace.rendering.svg import LogScale, count_ticks, grid, image, line, text, tick_labels
 
 # Size of both plots. They are 340 to 520 pixels wide on the page, so text of 13 units has 10 to 15 pixels.
 WIDTH, HEIGHT = 440, 300
@@ -44,7 +43,7 @@ def spectrum_svg(eigenvalues: np.ndarray, residuals: np.ndarray | None = None) -
     parts = [_log_grid(scale)]
     if residuals is not None:
         parts += [
-            _line(
+            line(
                 "error",
                 x,
                 scale.position(abs(value) + bound),
@@ -64,7 +63,7 @@ def spectrum_svg(eigenvalues: np.ndarray, residuals: np.ndarray | None = None) -
         f"{len(eigenvalues)} eigenvalues, {num_negative} of them negative; the largest magnitude is "
         f"{magnitudes.max():.3g}, the smallest {magnitudes.min():.3g}."
     )
-    return _svg("Spectrum of the curvature", summary, parts)
+    return image(f"Spectrum of the curvature. {summary}", WIDTH, HEIGHT, parts)
 
 
 def histogram_svg(scores: np.ndarray, is_wrong: np.ndarray) -> str:  # (N,), (N,) bool
@@ -103,7 +102,7 @@ def histogram_svg(scores: np.ndarray, is_wrong: np.ndarray) -> str:  # (N,), (N,
         f"{_median(groups['wrong'])} for {len(groups['wrong'])} with a wrong one; "
         f"{sum(below.values())} are zero or less."
     )
-    return _svg("Self-influence of the training examples", summary, parts)
+    return image(f"Self-influence of the training examples. {summary}", WIDTH, HEIGHT, parts)
 
 
 def _around(values: np.ndarray, start: float, end: float) -> LogScale:
@@ -137,58 +136,37 @@ def _count_position(count: float, highest: int) -> float:
 
 
 def _log_grid(scale: LogScale) -> str:
-    ticks = scale.ticks()
-    rows = []
-    for value, label in zip(ticks, tick_labels(ticks), strict=True):
-        y = scale.position(value)
-        rows.append(_line("grid", _LEFT, y, _RIGHT, y) + _text(_LEFT - 8, y + 4, label, "end"))
-    return "".join(rows) + _text(_LEFT - 8, 12, "|λ|", "end")
+    heights = [scale.position(value) for value in scale.ticks()]
+    rows = grid(_LEFT, _RIGHT, zip(heights, tick_labels(scale.ticks()), strict=True))
+    return "".join(rows) + text(_LEFT - 8, 12, "|λ|", "end")
 
 
 def _count_grid(highest: int) -> str:
-    rows = []
-    for count in count_ticks(highest):
-        y = _count_position(count, highest)
-        rows.append(_line("grid", _LEFT, y, _RIGHT, y) + _text(_LEFT - 8, y + 4, f"{count:,}", "end"))
-    return "".join(rows) + _text(0, 12, "examples", "start")
+    rows = grid(_LEFT, _RIGHT, ((_count_position(count, highest), f"{count:,}") for count in count_ticks(highest)))
+    return "".join(rows) + text(0, 12, "examples", "start")
 
 
 def _index_axis(centres: Sequence[float]) -> str:
     numbers = sorted({1, *(n for n in count_ticks(len(centres)) if n)})
-    labels = [_text(centres[n - 1], _BOTTOM + 18, str(n), "middle") for n in numbers]
-    return "".join(labels) + _line("axis", _LEFT, _BOTTOM, _RIGHT, _BOTTOM) + _axis_name("eigenvalue, by size")
+    labels = [text(centres[n - 1], _BOTTOM + 18, str(n), "middle") for n in numbers]
+    return "".join(labels) + line("axis", _LEFT, _BOTTOM, _RIGHT, _BOTTOM) + _axis_name("eigenvalue, by size")
 
 
 def _score_axis(scale: LogScale, has_below: bool) -> str:
     ticks = scale.ticks()
     labels = [
-        _line("axis", scale.position(value), _BOTTOM, scale.position(value), _BOTTOM + 5)
-        + _text(scale.position(value), _BOTTOM + 18, label, "middle")
+        line("axis", scale.position(value), _BOTTOM, scale.position(value), _BOTTOM + 5)
+        + text(scale.position(value), _BOTTOM + 18, label, "middle")
         for value, label in zip(ticks, tick_labels(ticks), strict=True)
     ]
     if has_below:
-        labels.append(_text(_LEFT + (_BELOW_WIDTH - 8) / 2, _BOTTOM + 18, "≤ 0", "middle"))
-    return "".join(labels) + _line("axis", _LEFT, _BOTTOM, _RIGHT, _BOTTOM) + _axis_name("self-influence")
+        labels.append(text(_LEFT + (_BELOW_WIDTH - 8) / 2, _BOTTOM + 18, "≤ 0", "middle"))
+    return "".join(labels) + line("axis", _LEFT, _BOTTOM, _RIGHT, _BOTTOM) + _axis_name("self-influence")
 
 
 def _axis_name(name: str) -> str:
-    return _text((_LEFT + _RIGHT) / 2, _BOTTOM + 40, name, "middle")
-
-
-def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
+    return text((_LEFT + _RIGHT) / 2, _BOTTOM + 40, name, "middle")
 
 
 def _median(values: np.ndarray) -> str:
     return f"{np.median(values):.3g}" if len(values) else "none"
-
-
-def _svg(title: str, summary: str, parts: Sequence[str]) -> str:
-    # With `role` and `aria-label`, screen readers treat the drawing as one image with this description.
-    label = escape(f"{title}. {summary}")
-    start = f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
-    return start + "".join(parts) + "</svg>"

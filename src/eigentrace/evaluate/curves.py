@@ -1,14 +1,13 @@
 """Line plots with error bands as standalone SVG, with colours for light and dark backgrounds."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
 
 import numpy as np
 
 from eigentrace.errors import InputError
+from eigentrace.rendering.svg import LinearScale, grid, image, line, text
 
 _WIDTH, _HEIGHT = 640, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 470, 52, 306
@@ -37,8 +36,6 @@ class Curve:
     """(points,), half the height of the band around the curve."""
     is_control: bool = False
     """Whether to draw the curve grey and dashed."""
-    colour: int | None = None
-    """Index of its colour, to use one colour for the same curve in several plots; by default the next one."""
 
 
 def curves_svg(title: str, curves: Sequence[Curve], across: str, up: str) -> str:
@@ -59,50 +56,28 @@ def curves_svg(title: str, curves: Sequence[Curve], across: str, up: str) -> str
     if not curves:
         raise InputError("There are no curves to draw: pass at least one.")
     bands = [_band(curve) for curve in curves]
-    x = _Axis([float(v) for c in curves for v in c.across], _LEFT, _RIGHT)
-    y = _Axis([float(v) for low, high in bands for v in (*low, *high)], _BOTTOM, _TOP)
-    parts_of_picture = [_grid(x, y), _text(_LEFT, 20, title, "start", "name"), _text(_LEFT, 38, up, "start")]
-    parts_of_picture.append(_text((_LEFT + _RIGHT) / 2, _BOTTOM + 40, across, "middle"))
+    x = _axis([float(v) for c in curves for v in c.across], _LEFT, _RIGHT)
+    y = _axis([float(v) for low, high in bands for v in (*low, *high)], _BOTTOM, _TOP)
+    drawn = grid(_LEFT, _RIGHT, ((y.position(v), f"{v:g}") for v in y.ticks()))
+    drawn += [text(x.position(v), _BOTTOM + 20, f"{v:g}", "middle") for v in x.ticks()]
+    drawn += [line("axis", _LEFT, _BOTTOM, _RIGHT, _BOTTOM), text(_LEFT, 20, title, "start", "name")]
+    drawn += [text(_LEFT, 38, up, "start"), text((_LEFT + _RIGHT) / 2, _BOTTOM + 40, across, "middle")]
     colours = _colours(curves)
     names = _label_places([y.position(float(c.up[-1])) for c in curves])
     for curve, (low, high), colour, place in zip(curves, bands, colours, names, strict=True):
-        parts_of_picture.append(
-            _drawn(curve, low, high, colour, x, y) + _text(_RIGHT + 10, place + 4, curve.name, "start")
-        )
-        parts_of_picture.append(f'<circle fill="{colour}" cx="{_RIGHT + 4}" cy="{place:.1f}" r="3"/>')
-    label = escape(f"{title}: {up} against {across}, for {', '.join(c.name for c in curves)}")
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
-        f"<style>{_STYLE}</style>{''.join(parts_of_picture)}</svg>\n"
-    )
+        drawn += [_drawn(curve, low, high, colour, x, y), text(_RIGHT + 10, place + 4, curve.name, "start")]
+        drawn.append(f'<circle fill="{colour}" cx="{_RIGHT + 4}" cy="{place:.1f}" r="3"/>')
+    label = f"{title}: {up} against {across}, for {', '.join(c.name for c in curves)}"
+    return image(label, _WIDTH, _HEIGHT, drawn, style=_STYLE) + "\n"
 
 
-def round_ticks(low: float, high: float) -> list[float]:
-    """Return three to seven round numbers between two bounds.
-
-    >>> round_ticks(0.0, 0.31)
-    [0.0, 0.1, 0.2, 0.3]
-    """
-    rough = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
-    # Rounded to the digits of the step, to avoid labels such as 0.30000000000000004.
-    digits = max(0, 1 - math.floor(math.log10(step)))
-    return [round(n * step, digits) for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-class _Axis:
-    """A linear axis over the range of some values."""
-
-    def __init__(self, values: Sequence[float], start: float, end: float) -> None:
-        low, high = min(values), max(values)
-        if high - low <= 1e-9 * max(abs(low), abs(high)):  # all values are equal: add a margin
-            margin = abs(high) * 0.05 or 1.0
-            low, high = low - margin, high + margin
-        self.low, self.high, self._start, self._end = low, high, start, end
-
-    def position(self, value: float) -> float:
-        return self._start + (value - self.low) / (self.high - self.low) * (self._end - self._start)
+def _axis(values: Sequence[float], start: float, end: float) -> LinearScale:
+    """Return a linear axis over the range of some values."""
+    low, high = min(values), max(values)
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # all values are equal: add a margin
+        margin = abs(high) * 0.05 or 1.0
+        low, high = low - margin, high + margin
+    return LinearScale(low, high, start, end)
 
 
 def _band(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
@@ -113,8 +88,7 @@ def _band(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
 def _colours(curves: Sequence[Curve]) -> list[str]:
     number, found = 0, []
     for curve in curves:
-        place = number if curve.colour is None else curve.colour
-        found.append(_CONTROL if curve.is_control else _COLOURS[place % len(_COLOURS)])
+        found.append(_CONTROL if curve.is_control else _COLOURS[number % len(_COLOURS)])
         number += not curve.is_control
     return found
 
@@ -132,7 +106,7 @@ def _label_places(ends: Sequence[float]) -> list[float]:
     return places
 
 
-def _drawn(curve: Curve, low: np.ndarray, high: np.ndarray, colour: str, x: _Axis, y: _Axis) -> str:
+def _drawn(curve: Curve, low: np.ndarray, high: np.ndarray, colour: str, x: LinearScale, y: LinearScale) -> str:
     kind = "line control" if curve.is_control else "line"
     if len(curve.up) == 1:
         # A line through a single point would be invisible.
@@ -145,27 +119,12 @@ def _drawn(curve: Curve, low: np.ndarray, high: np.ndarray, colour: str, x: _Axi
             else f'<path class="{kind}" stroke="{colour}" d="M{across:.1f} {top:.1f}V{bottom:.1f}"/>'
         )
         return f'{bar}<circle class="point" fill="{colour}" cx="{across:.1f}" cy="{up:.1f}" r="3"/>'
-    line = f'<polyline class="{kind}" stroke="{colour}" points="{_points(curve.across, curve.up, x, y)}"/>'
+    polyline = f'<polyline class="{kind}" stroke="{colour}" points="{_points(curve.across, curve.up, x, y)}"/>'
     if curve.spread is None:
-        return line
+        return polyline
     around = f"{_points(curve.across, high, x, y)} {_points(curve.across[::-1], low[::-1], x, y)}"
-    return f'<polygon class="band" fill="{colour}" points="{around}"/>{line}'
+    return f'<polygon class="band" fill="{colour}" points="{around}"/>{polyline}'
 
 
-def _points(across: np.ndarray, up: np.ndarray, x: _Axis, y: _Axis) -> str:
+def _points(across: np.ndarray, up: np.ndarray, x: LinearScale, y: LinearScale) -> str:
     return " ".join(f"{x.position(float(a)):.1f},{y.position(float(u)):.1f}" for a, u in zip(across, up, strict=True))
-
-
-def _grid(x: _Axis, y: _Axis) -> str:
-    rows = [
-        f'<path class="grid" d="M{_LEFT} {y.position(v):.1f}H{_RIGHT}"/>'
-        + _text(_LEFT - 8, y.position(v) + 4, f"{v:g}", "end")
-        for v in round_ticks(y.low, y.high)
-    ]
-    columns = [_text(x.position(v), _BOTTOM + 20, f"{v:g}", "middle") for v in round_ticks(x.low, x.high)]
-    return "".join(rows + columns) + f'<path class="axis" d="M{_LEFT} {_BOTTOM}H{_RIGHT}"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
-    name = f' class="{kind}"' if kind else ""
-    return f'<text{name} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
