@@ -41,8 +41,8 @@ MODELS = {  # a model, the parameters to select, and what the error mentions
     "float8": (lambda: With(torch.ones(2).to(torch.float8_e5m2)), "all", ("'extra'", "torch.float8_e5m2")),
     "meta": (lambda: net().to("meta"), "trainable", ("'0.weight'", "meta")),
     "meta elsewhere": (lambda: With(torch.ones(2, device="meta")), "trainable", ("'extra'", "meta")),
-    "lazy": (lambda: nn.LazyLinear(3), "trainable", ("'weight'",)),
-    "lazy elsewhere": (lambda: nn.Sequential(nn.LazyLinear(3), net()), "1.*", ("'0.weight'",)),
+    "lazy": (lambda: nn.LazyLinear(3), "trainable", ("'weight'", "UninitializedParameter")),
+    "lazy elsewhere": (lambda: nn.Sequential(nn.LazyLinear(3), net()), "1.*", ("'0.weight'", "UninitializedParameter")),
     "function as model": (lambda: cross_entropy, "trainable", ("torch.nn.Module", "function")),
     "TorchScript": (scripted, "trainable", ("TorchScript", "nn.Module")),
 }
