@@ -22,8 +22,10 @@ import eigentrace as et
 from eigentrace.demo.digits import load_digits
 from eigentrace.loading import make_inputs
 from eigentrace.loading.trust import trust_run
+from eigentrace.page.access import MOST_BYTES
 from eigentrace.page.one_file import write_report
 from eigentrace.rendering.png import encode_png
+from tests.helpers.expecting import expect_mentions
 from tests.helpers.pages import digit_run, pair_run
 
 HERE = Path(__file__).parent
@@ -272,4 +274,4 @@ def test_large_uploads_are_refused_before_they_are_sent(ask):
     token = re.search(r'<meta name="token" content="([^"]+)">', ask("GET", "/")[1])[1]
     status, text = ask("POST", "/api/ask", X_Token=token, Content_Length=str(7 * 2**20))
     assert status == 413
-    assert "MiB" in json.loads(text)["error"]
+    expect_mentions(json.loads(text)["error"], [f"{MOST_BYTES // 2**20} MiB"])

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
+from eigentrace.runs.explain import STORED
 
 HELD = Path(__file__).parent / "format_1"
 EXPECTED = load_file(HELD / "expected.safetensors")
@@ -67,7 +68,7 @@ def test_what_a_run_holds_is_read_to_the_bit():
 
 def test_questions_without_the_model_are_answered_as_before():
     found = et.open_run(HELD / "run").explain([0, 5], k=4)
-    assert found.how == "stored tail"
+    assert found.how == STORED
     for side in ("proponent", "opponent"):
         np.testing.assert_array_equal(getattr(found, f"{side}s").rows, EXPECTED[f"run.{side}s"].numpy())
         np.testing.assert_allclose(getattr(found, f"{side}s").scores, EXPECTED[f"run.{side}_scores"], rtol=1e-5)

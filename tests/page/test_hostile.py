@@ -21,6 +21,7 @@ from eigentrace.page.server import run_server
 from eigentrace.page.uploads import read_image
 from eigentrace.rendering import Custom, Texts
 from eigentrace.store.folder import Folder
+from tests.helpers.expecting import expect_mentions, refused
 from tests.helpers.runs import data, fit
 from tests.helpers.serving import HEADERS, TOKEN, client, started
 
@@ -45,7 +46,7 @@ def asked(scored):
 def test_foreign_hosts_are_refused_everywhere(asked, path, host):
     answer = asked.get(path, headers={"host": host})
     assert answer.status_code == 400
-    assert "answers to testserver" in answer.json()["error"]
+    expect_mentions(answer.json()["error"], ["testserver", repr(host)])
 
 
 @pytest.mark.parametrize("path", ADDRESSES)
@@ -145,7 +146,7 @@ def test_bad_queries_are_told(asked, query):
 def test_rows_that_are_not_there(asked, path):
     answer = asked.get(f"/api/{path}")
     assert answer.status_code == 404
-    assert "rows are 0 to 59" in answer.json()["error"]
+    expect_mentions(answer.json()["error"], [path.split("/")[1], 0, 59])
 
 
 def test_large_bodies_are_refused_before_they_are_read(points):
@@ -259,7 +260,7 @@ def test_bad_images_are_refused(digits, name):
 
 @pytest.mark.parametrize("given", [5, "not base64!", "data:text/html,<b>", ["a"]])
 def test_what_is_no_base64_is_refused(given):
-    with pytest.raises(InputError, match=r"base64|cannot be read"):
+    with refused(InputError, "image", "base64"):
         read_image(given)
 
 
@@ -301,7 +302,7 @@ def test_beyond_this_machine_everything_needs_the_token(scored):
 
 @pytest.mark.parametrize("token", [None, "short", "with spaces and / signs", "ünïcödeünïcödeünïcöde"])
 def test_a_host_beyond_this_machine_demands_a_token(scored, token):
-    with pytest.raises(InputError, match="token"):
+    with refused(InputError, "token"):
         run_server(scored, host="0.0.0.0", port=0, token=token)
 
 
@@ -309,11 +310,12 @@ def test_a_port_in_use_and_hosts_that_are_none(scored):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(BusyError, match="another port"):
-            run_server(scored, port=taken.getsockname()[1])
-    with pytest.raises(InputError, match="no address"):
+        port = taken.getsockname()[1]
+        with refused(BusyError, f"127.0.0.1:{port}"):
+            run_server(scored, port=port)
+    with refused(InputError, "'no.such.host.invalid'"):
         run_server(scored, host="no.such.host.invalid", port=0, token=TOKEN)
-    with pytest.raises(InputError, match="0 to 65535"):
+    with refused(InputError, "port", 65535, 70000):
         run_server(scored, port=70000)
 
 
