@@ -184,7 +184,7 @@ def _dense_gauss_newton(task: et.Task, flat: Tensor, batch: Any) -> Tensor:
     center = outputs(flat).detach()
     J = torch.autograd.functional.jacobian(outputs, flat).reshape(center.numel(), -1)
     S = torch.autograd.functional.hessian(
-        lambda o: task._output_loss(o.reshape(center.shape), batch).sum(), center.flatten()
+        lambda o: task.output_losses(o.reshape(center.shape), batch).sum(), center.flatten()
     )
     return J.T @ S @ J
 

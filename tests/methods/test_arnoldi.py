@@ -19,7 +19,7 @@ from eigentrace.errors import (
     UnsupportedError,
 )
 from eigentrace.krylov.iterate import Ending
-from tests.helpers.expecting import refused, warned
+from tests.helpers.expecting import expect_mentions, refused, warned
 from tests.helpers.models import Case, dense_gradients, dense_hessian
 from tests.helpers.small import cross_entropy
 
@@ -221,7 +221,7 @@ def test_layers_are_restricted_by_one_argument(cases):
     assert train.shape[1] == last.coverage.selected == 18
     found = et.TracIn().fit(last, case.batches).influence(case.batches, case.batches)
     assert torch.allclose(found, train @ train.T)
-    assert str(last.coverage) == "34% of 53 parameters (18 in 2 tensors)"
+    expect_mentions(str(last.coverage), ["34%", 53, 18, 2])
 
 
 def test_a_loss_only_task_uses_the_hessian(cases):
