@@ -20,11 +20,11 @@ from eigentrace.store.same_data import id_difference, label_difference, stored_i
 _OF_REPORT = {"row": pa.int64(), "id": pa.string(), "decision": pa.string(), "new_label": pa.int64()}
 
 
-def decide(run: Run, told: Mapping[str, Any], by: str, per_class: bool, chosen: Path | None) -> Decisions:
+def decide(run: Run, amounts: Mapping[str, Any], by: str, per_class: bool, chosen: Path | None) -> Decisions:
     """Return the decisions made by a rule, or read them from the file `chosen`."""
     if chosen is None:
-        return clean(run, by=by, per_class=per_class, **told)
-    if told or per_class or by != "self_influence":
+        return clean(run, by=by, per_class=per_class, **amounts)
+    if amounts or per_class or by != "self_influence":
         raise InputError(
             f"--from {chosen} already contains the decisions: leave out --drop, --keep, --above, --below, --by and "
             "--per-class."

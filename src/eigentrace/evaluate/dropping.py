@@ -39,7 +39,7 @@ class RetrainingCurves:
         return values.std(axis=1, ddof=1) if values.shape[1] > 1 else np.zeros(len(values))
 
     def svg(self, output: str = "mean output of the queries") -> str:
-        """Draw all curves with their spread, as a picture that stands alone."""
+        """Draw all curves with their spread, as a standalone SVG."""
         lines = [Curve(n, self.shares, self.mean(n), self.spread(n), is_control=n == RANDOM) for n in self.values]
         return curves_svg(f"Dropping the {self.drop} of each ranking", lines, "share of the data dropped", output)
 

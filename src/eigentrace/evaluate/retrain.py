@@ -146,7 +146,7 @@ def _opened(path: Path, trainer: Trainer, num_train: int) -> Store:
     recipe = trainer.recipe()
     if recipe is None:
         raise InputError(
-            "A cache needs a recipe, to be told apart from caches of other training: pass Loop(..., recipe={...}) with "
+            "A cache needs a recipe, so that it is never reused for other training: pass Loop(..., recipe={...}) with "
             "the data, the model and every setting of the training."
         )
     return Store(path, recipe, num_train)
