@@ -158,7 +158,7 @@ def _check_loaded(everything: Mapping[str, Tensor]) -> None:
     for name, parameter in everything.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise TaskError(
-                f"Parameter {name!r} is an UninitializedParameter of a lazy module: run the model once on a batch first."
+                f"Parameter {name!r} is an UninitializedParameter of a lazy module. Run the model on a batch first."
             )
         if parameter.device.type == "meta":
             raise TaskError(f"Parameter {name!r} is on the meta device and has no values: load the weights first.")
