@@ -16,7 +16,8 @@ from eigentrace.errors import (
     TaskError,
 )
 from eigentrace.progress import track
-from eigentrace.task.checks import SAME_TOL, check_losses, precision_of
+from eigentrace.task.checks import check_losses
+from eigentrace.task.company import SAME_TOL, CompanyCheck, precision_of
 from eigentrace.task.derivatives import gradient
 from eigentrace.task.task import Task
 
@@ -40,7 +41,7 @@ def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvatu
     first, second = curvature.matvec(v), curvature.matvec(v)
     if not first.isfinite().all():
         raise NumericalError(
-            "The curvature is not finite although the losses are. Look for square roots, norms or "
+            "The curvature is not finite, although the losses are. Look for square roots, norms or "
             "divisions at zero in the model or the loss."
         )
     gap = (first - second).norm() / first.norm().clamp_min(torch.finfo(layout.dtype).tiny)
@@ -63,22 +64,24 @@ def _check_sample(curvature: Curvature) -> None:
     """Check every loss of the curvature sample: one bad row would otherwise only make the product NaN."""
     task, start = curvature.task, 0
     rows = np.arange(len(curvature.data)) if curvature.rows is None else curvature.rows
+    in_company = CompanyCheck(task, task.losses)
     for batch in track(curvature.batches(), "Checking losses"):
         losses = task.losses(task.params, batch)
         check_losses(losses, rows[start : start + len(losses)], task=task, batch=batch)
+        in_company(batch, rows[start : start + len(losses)], losses)
         start += len(losses)
     if start != len(rows):
         raise TaskError(f"The loss returned {start} numbers for {len(rows)} examples. It must return one per example.")
 
 
 def _off_padding(task: Task, v: Tensor) -> Tensor:  # (P,) -> (P,)
-    """Set a vector to 0 at the padding rows of embeddings, which are constant in derivatives."""
+    """Set a vector to 0 at the padding entries of embeddings, which are constant in derivatives."""
     parts = {name: part.clone() for name, part in task.layout.unflatten(v).items()}
     padded = [m for m in task.model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None]
-    rows = {id(module.weight): module.padding_idx for module in padded}
+    entries = {id(module.weight): module.padding_idx for module in padded}
     for name, parameter in task.model.named_parameters():
-        if name in parts and id(parameter) in rows:
-            parts[name][rows[id(parameter)]] = 0
+        if name in parts and id(parameter) in entries:
+            parts[name][entries[id(parameter)]] = 0
     return task.layout.flatten(parts)
 
 

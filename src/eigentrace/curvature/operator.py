@@ -25,7 +25,7 @@ Kind = Literal["auto", "hessian", "gauss-newton"]
 HELD_EXAMPLES = 20_000
 # Share of the device's free memory for these examples; others are copied to it again for every product.
 _HELD_SHARE = 0.1
-# Vectors that go through one batch together in `matmat`.
+# Number of vectors that are multiplied on a batch together in `matmat`.
 _VECTORS_AT_ONCE = 32
 
 
@@ -92,7 +92,7 @@ class Curvature:
         return self._accumulate(v, self._one)
 
     def matmat(self, V: Tensor) -> Tensor:  # (Q, P) -> (Q, P)
-        """Return H·v for every row v of V, many at a time if the model supports vmap."""
+        """Return H·v for every vector v in V, many at a time if the model supports vmap."""
         return torch.cat([self._accumulate(chunk, self._many) for chunk in V.split(_VECTORS_AT_ONCE)])
 
     def product_on(self, v: Tensor, batch: Any) -> Tensor:  # (P,) -> (P,)

@@ -65,7 +65,7 @@ def delta_of(cut: Cut, sizes: Sequence[float]) -> float | None:
     """
     if cut.tail is None:
         return None
-    given = cut.delta if cut.tail == "shaped" else cut.tail
-    if given is None or given == "auto":
+    delta = cut.delta if cut.tail == "shaped" else cut.tail
+    if delta is None or delta == "auto":
         return max(sizes[: cut.keep][-1], DELTA_FLOOR * sizes[0])
-    return float(given)
+    return float(delta)

@@ -38,7 +38,7 @@ class Ensemble(Fitted):
         members = tuple(self.members) if isinstance(self.members, Sequence) else ()
         if not members or not all(isinstance(member, Fitted) for member in members):
             raise InputError(
-                f"Ensemble takes a list of at least one fit, got {self.members!r}. Pass fits, as of Arnoldi().fit."
+                f"Ensemble takes a list of at least one fit, got {self.members!r}. Pass results of `method.fit`."
             )
         sizes = sorted({member.num_train for member in members})
         if len(sizes) > 1:

@@ -48,7 +48,7 @@ _REFUSALS = {
     "normalize='gradient' for products of unit gradients).",
     "features": "{} has no directions to project on, and therefore no features. Use Arnoldi, or RandProj over the same "
     "parameters, for K numbers per example.",
-    "save": "{} has nothing to save: its fit contains only settings. Save those, and fit again instead of loading.",
+    "save": "{} has nothing to save. Store its settings, and fit again instead of loading.",
     "spectrum": "{} has no spectrum: it has no eigenpairs of the curvature. Use Arnoldi; of an ensemble, use the "
     "spectrum of each member.",
     "distill": "{} has no eigenpairs of the curvature that could be cut, and no tail. Use Arnoldi.",

@@ -95,7 +95,7 @@ class ProjectedFit(Fitted):
             compute: Engine, precision, memory and batch size of the passes.
         """
         check_counts(1, k=k)
-        data, asked, compute = as_data(train), as_data(queries), checked_compute(compute)
+        data, query_data, compute = as_data(train), as_data(queries), checked_compute(compute)
         if shortlist < 2 * k and shortlist < len(data):
             raise InputError(f"shortlist={shortlist} is too small for k={k} on either side: use at least {2 * k}.")
         self._require("features")
@@ -107,14 +107,14 @@ class ProjectedFit(Fitted):
                 f"Got features of {len(features)} examples for {len(data)} training examples: pass features(train) "
                 "of the same examples."
             )
-        of_queries = stored.features(asked, queries=True, compute=compute)
+        of_queries = stored.features(query_data, queries=True, compute=compute)
         # This checks the shapes.
         from_features(stored.blocks, features[:0], of_queries)
         weights = torch.cat([block.weights for block in stored.blocks])
         # Each query is ranked on its own list, so that its result does not depend on the other queries.
         lists = shortlist_rows(features, of_queries * weights.to(of_queries), shortlist)
         rows, place = lists.unique(return_inverse=True)
-        scores = self.unstored().influence(data.take(rows.numpy()), asked, unit=unit, compute=compute)
+        scores = self.unstored().influence(data.take(rows.numpy()), query_data, unit=unit, compute=compute)
         return best_of(scores.gather(1, place), lists, min(k, len(data)))
 
     def _by_features(self) -> "ProjectedFit":

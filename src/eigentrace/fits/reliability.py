@@ -70,19 +70,19 @@ def rank_agreement(
     changes = {"sample": None} | ({"reliability": False} if hasattr(method, "reliability") else {})
     whole = dataclasses.replace(method, **changes)
     ranked = data.take(data.sample(examples, generator))
-    asked = data.take(data.sample(queries, generator))
+    query_data = data.take(data.sample(queries, generator))
     with warnings.catch_warnings():
         # The fit of the whole sample already gives this warning.
         warnings.simplefilter("ignore", ConvergenceWarning)
         fits = [whole.fit(task, half) for half in halves]
     own = [fit.self_influence(ranked)[None] for fit in fits]
-    pairs = [fit.influence(ranked, asked) for fit in fits]
+    pairs = [fit.influence(ranked, query_data) for fit in fits]
     return Reliability(
         self_influence=_agreement(*own),
         influence=_agreement(*pairs),
         half=len(halves[0]),
         examples=len(ranked),
-        queries=len(asked),
+        queries=len(query_data),
     )
 
 

@@ -44,8 +44,8 @@ class SolvedFit(Fitted):
         total = torch.zeros(len(queries), len(train), dtype=self.task.layout.dtype, device="cpu")
         start = 0
         with self.task.session():
-            asked = Job.of(self.task, "measurements", compute=compute)
-            for g in in_chunks(gradients(asked, queries), asked.budget // 4):
+            query_job = Job.of(self.task, "measurements", compute=compute)
+            for g in in_chunks(gradients(query_job, queries), query_job.budget // 4):
                 solved = self.solve(over(g, g.norm(dim=1, keepdim=True)) if unit_gradients else g)
                 job = Job.of(self.task, "losses", DenseDirections(solved, self.task.layout), unit_gradients, compute)
                 for batch, found in project(job, train):

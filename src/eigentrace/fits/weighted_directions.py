@@ -150,11 +150,11 @@ def cross_scores(
     for block in blocks:
         with at_state(task, block) as here:
             start = 0
-            for asked in _weighted_queries(block, here, queries, unit_gradients, compute):
-                stop = start + len(asked.left)
-                job = Job.of(here, "losses", asked.directions, unit_gradients, compute)
+            for group in _weighted_queries(block, here, queries, unit_gradients, compute):
+                stop = start + len(group.left)
+                job = Job.of(here, "losses", group.directions, unit_gradients, compute)
                 for batch, found in project(job, train, "Influence"):
-                    scores = asked.left @ found.features.T
+                    scores = group.left @ found.features.T
                     if unit_gradients:
                         scores = over(scores, found.squares().sqrt())
                     total[start:stop, batch.rows] += scores.cpu()
@@ -180,14 +180,14 @@ def _weighted_queries(
     """
     if block.identity == 0:
         lefts = []
-        asked = Job.of(task, "measurements", block.directions, unit_gradients, compute)
-        for _, found in project(asked, queries):
+        job = Job.of(task, "measurements", block.directions, unit_gradients, compute)
+        for _, found in project(job, queries):
             left = block.weighted(block.settled(found.features))
             lefts.append(over(left, found.squares().sqrt()[:, None]) if unit_gradients else left)
         yield _WeightedQueries(torch.cat(lefts), block.directions)
         return
-    asked = Job.of(task, "measurements", compute=compute)
-    for chunk in in_chunks(gradients(asked, queries), asked.budget):
+    job = Job.of(task, "measurements", compute=compute)
+    for chunk in in_chunks(gradients(job, queries), job.budget):
         if unit_gradients:
             chunk = over(chunk, chunk.norm(dim=1, keepdim=True))  # noqa: PLW2901
         phi = apply(block.directions, task.layout.unflatten(chunk))

@@ -154,7 +154,7 @@ class _State:
         self.size, self.count, self.restarts, self.num_products = 0, 0, 0, 0
         self.beta, self.scale = 0.0, 0.0
         self.fresh = True  # whether the next vector is random rather than a residual
-        # Rounding in one product is a few units in the last place of its largest part.
+        # The rounding error of a product is a few units in the last place of its largest component.
         self.breakdown_tol = 10 * torch.finfo(like.dtype).eps
         self.generator = torch.Generator().manual_seed(0)
         self.symmetric = symmetric
@@ -219,7 +219,7 @@ class _State:
         self.size = j + 1
         self.num_products += 1
         if null and self.fresh:
-            # A random vector has a part in every remaining eigenspace; if its product is zero, all of them are null.
+            # A random vector has a component in every remaining eigenspace: if its product is zero, none has curvature.
             return True
         if self.size == self.vectors.store.shape[1]:
             return False

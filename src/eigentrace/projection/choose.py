@@ -19,6 +19,7 @@ from eigentrace.projection.layerwise import Layerwise
 from eigentrace.projection.reverse import one_by_one, single_gradients, vmapped, vmapped_gradients
 from eigentrace.projection.streamed import placed
 from eigentrace.task.checks import check_losses, name_loader, note_batch
+from eigentrace.task.company import CompanyCheck
 from eigentrace.task.derivatives import LACKING, first_supported
 from eigentrace.task.task import Task
 
@@ -186,7 +187,7 @@ def project(
         data = data.rebatched(int(batch_size))
     engine = InTurn(preferred(job))
     portions = Portions(None if isinstance(batch_size, str) else int(batch_size))
-    checked = SplitCheck(job)
+    checked, in_company = SplitCheck(job), CompanyCheck(job.task, job.function, job.name)
     if batch_size == "auto":
         largest = largest_batch(engine, job, data)
         data = data if largest is None else data.rebatched(largest)
@@ -201,8 +202,7 @@ def project(
             raise
         if not projection.is_whole:
             checked(values, batch, projection.losses)
-        elif job.name == "measurement":
-            checked.first_alone(values, batch, projection.losses)
+        in_company(values, batch.rows, projection.losses)
         yield batch, projection
 
 
@@ -230,17 +230,17 @@ class InTurn:
 def gradients(job: Job, data: Data) -> Iterator[Tensor]:  # each (b, P)
     """Yield full per-example gradients, chunk by chunk."""
     task = job.task
-    take: Any = None
-    checked = SplitCheck(job)
+    function: Any = None
+    checked, in_company = SplitCheck(job), CompanyCheck(task, job.function, job.name)
     for batch in track(data.batches(), "Gradients", len(data), len):
         values = task.place(batch.values)
-        taken: list[Tensor] = []
+        losses: list[Tensor] = []
         try:
-            take = take or _gradient_function(job, values, len(batch))
-            for found in take(job, values, len(batch)):
-                start, size = sum(map(len, taken)), len(found.losses)
+            function = function or _gradient_function(job, values, len(batch))
+            for found in function(job, values, len(batch)):
+                start, size = sum(map(len, losses)), len(found.losses)
                 here, rows = slice(start, start + size), batch.rows[start:][:size]
-                taken.append(found.losses)
+                losses.append(found.losses)
                 check_losses(found.losses, rows, job.name, task=task, batch=select(values, here, len(batch)))
                 flat = task.layout.flatten(found.by_name, batch_dims=1)
                 _check_finite(flat.isfinite().all(dim=1), rows, job)
@@ -249,7 +249,8 @@ def gradients(job: Job, data: Data) -> Iterator[Tensor]:  # each (b, P)
             note_batch(error, task, values)
             name_loader(error, data, batch.values)
             raise
-        checked(values, batch, torch.cat(taken))
+        checked(values, batch, torch.cat(losses))
+        in_company(values, batch.rows, torch.cat(losses))
 
 
 def _gradient_function(job: Job, values: Any, size: int) -> Any:
@@ -283,17 +284,6 @@ class SplitCheck:
         together = self.job.function(self.job.task.params, values)
         check_losses(together, batch.rows, self.job.name, task=self.job.task, batch=values)
         self._compare(together, losses, batch)
-
-    def first_alone(self, values: Any, batch: Batch, together: Tensor) -> None:
-        """Check one example of the first batch alone; used for measurements, which no earlier stage has checked."""
-        if self.seen or len(batch) == 1:
-            return
-        self.seen.add(())
-        i = int(together.abs().argmax())
-        part = select(values, slice(i, i + 1), len(batch))
-        alone = self.job.function(self.job.task.params, part)
-        check_losses(alone, batch.rows[i : i + 1], self.job.name, task=self.job.task, batch=part)
-        self._compare(together[i : i + 1], alone, batch)
 
     def _compare(self, together: Tensor, apart: Tensor, batch: Batch) -> None:
         # Losses near zero have no accurate digits in bfloat16: compare on an absolute scale then.
