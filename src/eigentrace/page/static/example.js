@@ -136,7 +136,7 @@ class Example {
         h(
           "div",
           { class: "why" },
-          h("div", { class: "why-head" }, h("h2", {}, "Most influential examples"), this.controls),
+          h("div", { class: "why-head" }, h("h2", {}, "Explanation"), this.controls),
           this.place,
         ),
       ),
@@ -195,7 +195,7 @@ class Example {
           "exclude",
           [
             ["self", "Itself"],
-            ["duplicates", "Itself and duplicates"],
+            ["duplicates", "Duplicates too"],
             ["none", "Nothing"],
           ],
           settings.exclude,

@@ -173,11 +173,7 @@ export function thresholdCard(stops) {
         "div",
         {},
         h("h2", { id: "threshold-title" }, "Distribution"),
-        h(
-          "p",
-          { class: "soft" },
-          "High self-influence: outliers, wrong labels, memorised examples. Drag the line to set a threshold.",
-        ),
+        h("p", { class: "soft" }, "High self-influence: outliers, wrong labels, memorised examples. Drag the line."),
       ),
       choice,
     ),
