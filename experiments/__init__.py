@@ -1,1 +1,1 @@
-"""Experiments, each one command that writes what it found to docs/results: `python -m experiments.AREA.NAME`."""
+"""Experiments, each a command that writes its results to docs/results: `python -m experiments.AREA.NAME`."""

@@ -45,7 +45,7 @@ PAPER = {
 }
 """AUC and AP in percent."""
 
-# More K than the paper's for the figure: nothing is computed again for them.
+# More values of K than in the paper, for the figure: they need no additional computation.
 FULL = Size(keeps=(5, 10, 20, 50, 100))
 SMALL = Size(keeps=(3, 6), steps=8, sample=32)
 _ORDER = (INVERSE, FRESH, TAIL, "Loss")
@@ -72,7 +72,7 @@ The full size takes minutes on a GPU; on a CPU, hours."""
 
 
 def _inverse_rows(trained: Subject, size: Size, *, steps: int, solver: et.Lissa) -> Rows:
-    """Cuts of one fit: the first K of its eigenpairs, each of which multiplies."""
+    """Scores by the first K eigenpairs of one fit of H⁻¹, whose eigenvalues multiply."""
     device = trained.digits.images.device
     method = et.InverseArnoldi(steps=steps, keep=max(size.keeps), solver=solver, seed=trained.seed)
     data = trained.digits.data
@@ -115,7 +115,7 @@ def _solver() -> et.Lissa:
 
 
 def tables(records: Records) -> list[str]:
-    """Lay out the four rows of the paper, and ours beside them."""
+    """Return the table with the paper's four methods and ours."""
     rows, notes = _rows(records), Notes()
     lines = [_line(name, cell, notes) for name, cell in rows.items()]
     headings = ("method", "AUC", "paper", "AP", "paper", "first to last", "T (s)", "fit (s)")
@@ -136,7 +136,7 @@ def _rows(records: Records) -> dict[str, Cell]:
 
 
 def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
-    """Draw AP against K; the paper's two points of each method stand as lines of their own."""
+    """Draw AP against K, with the paper's two points of each method as separate lines."""
     rows = {name: cell["ap"] for name, cell in _rows(records).items() if "ap" in cell}
     lines = {family: {setting_of(n): ap for n, ap in rows.items() if family_of(n) == family} for family in _ORDER[:3]}
     lines = {name: line for name, line in lines.items() if line}

@@ -62,9 +62,9 @@ PAPER = {
     "Arnoldi, K=10": Published(0.2, 95.0, 84.0),
     "Arnoldi, K=100": Published(1.9, 98.2, 92.9),
 }
-# Other samples of the same estimators would lie on top of these.
+# Other samples of the same estimators would overlap these.
 DRAWN = tuple(family for family in FAMILIES if family not in (FIXED, ALL, TAIL_ALL))
-PAPER_FIT_SECONDS = 353  # for K=10, as the paper says; more pairs of the same products cost nothing
+PAPER_FIT_SECONDS = 353  # for K=10, as in the paper; more pairs from the same products cost nothing
 PAPER_ACCURACY = {"accuracy_test_given": 75.4, "accuracy_test_true": 94.8}
 
 ABOUT = """\
@@ -124,7 +124,7 @@ def _part(name: str) -> Callable[[Session], None]:
 
 
 def tables(records: Records) -> list[str]:
-    """Lay out the paper's table with ours beside it."""
+    """Return the paper's table with our results."""
     rows, notes = over_seeds(records.values()), Notes()
     network = rows.pop("network", None)
     lines = [] if network is None else [*accuracies(network, PAPER_ACCURACY), ""]
@@ -167,7 +167,7 @@ def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add to the command line what this experiment understands."""
+    """Add the options of this experiment."""
     noise.options(parser)
     lissa_option(parser)
 

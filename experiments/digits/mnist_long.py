@@ -36,7 +36,7 @@ from harness.plot import Dot, Drawing, dots_svg
 from harness.record import Notes, Record, table
 
 L2 = 5e-3
-"""λ of the penalty (λ/2)·‖θ‖², unless told: the paper gives one for its smaller network only, this."""
+"""Default λ of the penalty (λ/2)·‖θ‖²; the paper gives this value, for its smaller network only."""
 TITLES = {"plain": "without ℓ2", "l2": "with ℓ2"}
 
 
@@ -109,7 +109,7 @@ def _part(name: str) -> Callable[[Session], None]:
 
 
 def tables(records: Records) -> list[str]:
-    """Lay out the paper's table with ours beside it, one half for each training."""
+    """Return the paper's table with our results, one half for each training."""
     found = {name: over_seeds([records[name]]) for name in TITLES if name in records}
     lines = trainings(records.values())
     for name, rows in found.items():
@@ -133,7 +133,7 @@ def _line(row: str, cell: Cell, paper: Published | None, notes: Notes) -> tuple[
 
 
 def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
-    """Draw the AP of every method for both trainings, the paper's beside ours."""
+    """Draw the AP of every method for both trainings, of the paper and ours."""
     dots = []
     for name, title in TITLES.items():
         if name in records:
@@ -145,7 +145,7 @@ def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add to the command line what this experiment understands."""
+    """Add the options of this experiment."""
     noise.options(parser)
     lissa_option(parser)
     parser.add_argument("--l2", type=float, default=L2, help="λ of the penalty (λ/2)·‖θ‖²")

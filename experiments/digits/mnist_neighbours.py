@@ -30,12 +30,12 @@ from harness.plot import Drawing
 from harness.record import Record, table
 
 SHOWN = 5
-"""Proponents and opponents looked at for each test digit."""
+"""Numbers of proponents and opponents for each test digit."""
 KINDS = {"right": "right label", "wrong": "wrong label"}
 ESTIMATORS = {"paper": "paper's estimator", "tail": "with tail"}
 NORMALISED = {"no": "gradients as they are", "yes": "gradients at unit length"}
 SIDES = {"proponents": 1, "opponents": -1}
-# What the paper's text says of its two test digits: a 5, and a 4 labeled 9.
+# Statements of the paper's text on its two test digits: a 5, and a 4 labeled 9.
 PAPER = {
     ("right", "proponents", "no"): "5s labeled 5, the fifth a 3 labeled 5",
     ("right", "proponents", "yes"): "5s labeled 5",
@@ -68,14 +68,14 @@ The full size takes a minute on a GPU and some ten on a CPU."""
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The training rows of highest and of lowest influence on some test digits, the one of the figure first."""
+    """The training rows of highest and lowest influence on test digits, that of the figure first."""
 
     queries: Tensor  # (Q,) rows of the test digits
     rows: dict[str, Tensor]  # (Q, SHOWN) by side
 
 
 def measure(session: Session) -> None:
-    """Find the neighbours of test digits of both kinds by both estimators."""
+    """Find proponents and opponents of test digits of both kinds with both estimators."""
     size = SMALL if session.small else Size(keeps=(10,))
     recipe, digits, count = (SMALL_RECIPE, 300, 10) if session.small else (Recipe(), 6000, 100)
     settings = {"digits": digits, "source": source_name(session), "epochs": recipe.epochs, "queries": count}
@@ -112,7 +112,7 @@ def _estimated(part: Part, trained: Subject, name: str, method: et.Arnoldi, coun
 
 
 def queries_of(digits: NoisyDigits, kind: str, seed: int, count: int) -> Tensor:  # (1 + count,)
-    """List test digits of a kind in the order of the seed, before them the one that the figure shows."""
+    """Return test digits of a kind: that of the figure, then the others in the order of the seed."""
     order = torch.randperm(len(digits.test_labels), generator=stream(seed, "test digits"))
     given, true = digits.test_labels.cpu()[order], digits.test_true_labels.cpu()[order]
     of_kind = (given == true) if kind == "right" else (given != true)
@@ -129,7 +129,7 @@ def neighbours(fitted: et.Fitted, digits: NoisyDigits, queries: Tensor, normaliz
 
 
 def shares(digits: NoisyDigits, found: Neighbours, side: str) -> Cell:
-    """Say in percent what the neighbours have in common with the digits that they are neighbours of."""
+    """Return the percentages of neighbours with the same label, the same true class, or a wrong label."""
     rows, queries = found.rows[side][1:], found.queries[1:]
     given, true = digits.labels.cpu()[rows], digits.true_labels.cpu()[rows]
     same = {
@@ -141,7 +141,7 @@ def shares(digits: NoisyDigits, found: Neighbours, side: str) -> Cell:
 
 
 def _pictured(digits: NoisyDigits, found: Neighbours, side: str) -> list[dict[str, Any]]:
-    """Keep the test digit of the figure and its neighbours, so that the figure can be drawn again without the data."""
+    """Record the images of the figure, so that it can be drawn again without the data."""
     query, rows = int(found.queries[0]), found.rows[side][0]
     test = _picture(digits.test_images, digits.test_labels, digits.test_true_labels, query)
     return [test, *(_picture(digits.images, digits.labels, digits.true_labels, int(row)) for row in rows)]
@@ -154,7 +154,7 @@ def _picture(images: Tensor, given: Tensor, true: Tensor, row: int) -> dict[str,
 
 
 def tables(records: Records) -> list[str]:
-    """Lay out what neighbours have in common with their test digits, the paper's words beside it."""
+    """Return the table of what neighbours have in common with their test digits, with the paper's statements."""
     cells = records["neighbours"]["cells"]
     headings = (
         "test digit, neighbours, gradients",

@@ -1,4 +1,4 @@
-"""Exact eigenvalues and exact influence against what approximates them, on a network small enough to know both.
+"""Compare approximations with exact eigenvalues and exact influence, on a network small enough to compute both.
 
 python -m experiments.digits.mnist_small            # embedded digits
 python -m experiments.digits.mnist_small --small    # a toy of it, on a CPU
@@ -29,13 +29,13 @@ from harness.command import positive
 from harness.measure import Cell
 
 SEED = 0
-# Moves the exact Hessian off zero: a shift of all output biases changes no probability, and is not penalised.
+# Added to the exact Hessian, which is singular: a shift of all output biases changes neither probabilities nor penalty.
 DAMPING = 1e-8
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is done."""
+    """Sizes of the experiment."""
 
     digits: int = 6000
     recipe: Recipe = field(default_factory=Recipe)
@@ -48,7 +48,7 @@ class Size:
     depth: int = 100
     """r of LiSSA."""
     batch: int = 500
-    """Digits that go through the network together: on a CPU, and with many vectors for the exact Hessian."""
+    """Batch size: on a CPU, and with many vectors for the exact Hessian."""
 
 
 SMALL = Size(
@@ -74,7 +74,7 @@ class Subject:
 
     @property
     def task(self) -> et.Task:
-        """What was trained; the penalty is part of the curvature."""
+        """The task; the penalty is part of the curvature."""
         return et.classification(self.model, l2=self.size.recipe.penalised)
 
     @property
@@ -83,13 +83,13 @@ class Subject:
         return self.of(self.digits.images, self.digits.labels)
 
     def of(self, images: Tensor, labels: Tensor) -> et.Data:
-        """Give digits to the methods."""
+        """Return digits as the dataset of a method."""
         batch = len(labels) if images.is_cuda else self.size.batch
         return et.Data(torch.utils.data.TensorDataset(images.double(), labels), batch_size=batch)
 
 
 def subject(session: Session) -> Subject:
-    """Train the network, or read it from the cache."""
+    """Train the network, or load it from the cache."""
     if session.device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     size = SMALL if session.small else Size()
@@ -100,7 +100,7 @@ def subject(session: Session) -> Subject:
 
 
 def measure_network(session: Session) -> None:
-    """How good the network is, and how near to a minimum."""
+    """Measure the accuracy of the network, and its distance from a minimum."""
     part = _part(session, "network", "The network")
 
     def work() -> Cell:
@@ -121,11 +121,11 @@ def measure_network(session: Session) -> None:
 
 
 def measure_eigenvalues(session: Session) -> None:
-    """How far the top eigenvalues of each method are from the exact ones."""
+    """Measure the distance of each method's top eigenvalues to the exact ones."""
     known, part = subject(session), _part(session, "eigenvalues", "Top eigenvalues")
     spectrum = once(lambda: exact(session, known).spectrum.eigenvalues - DAMPING)
     part.cell("exact", lambda: _about(spectrum()))
-    # Timed only for what is warned of meanwhile: the last of 200 pairs in 200 steps have not settled.
+    # `timed` collects warnings: the last of 200 pairs in 200 steps have not converged.
     fit = once(lambda: timed(lambda: paper_arnoldi(known.size).fit(known.task, known.data), session.device).value)
 
     def arnoldi(keep: int) -> Cell:
@@ -143,7 +143,7 @@ def measure_eigenvalues(session: Session) -> None:
 
 
 def measure_retrieval(session: Session) -> None:
-    """How well self-influence by each method finds the wrong labels."""
+    """Measure how well each method's self-influence finds wrong labels."""
     known, part = subject(session), _part(session, "retrieval", "Wrong labels found")
     size, device = known.size, session.device
     part.cell("loss", lambda: _scored(known, et.Loss()))
@@ -162,19 +162,19 @@ def measure_retrieval(session: Session) -> None:
 
 
 def paper_arnoldi(size: Size) -> et.Arnoldi:
-    """The paper's estimator, on all digits so that its eigenvalues are to be those of the exact Hessian."""
+    """The paper's estimator, on all digits, so that its eigenvalues approximate those of the exact Hessian."""
     return et.Arnoldi(
         size.steps, max(size.keeps), curvature="hessian", tail=None, sample=None, seed=SEED, compile=False
     )
 
 
 def own_arnoldi(size: Size) -> et.Arnoldi:
-    """The package's: Gauss-Newton, and a tail for the rest."""
+    """The estimator of eigentrace: Gauss-Newton with a tail."""
     return et.Arnoldi(size.steps, max(size.keeps), sample=None, seed=SEED, compile=False)
 
 
 def exact(session: Session, known: Subject) -> et.Fitted:
-    """Diagonalise the exact Hessian, or read what was found from the cache beside the network."""
+    """Diagonalise the exact Hessian, or load the result from the cache."""
     path = session.settings.cache / f"{stem(known.size.recipe, known.size.digits, SEED)}-exact"
     if path.exists():
         return et.load(path, known.task)
@@ -184,19 +184,19 @@ def exact(session: Session, known: Subject) -> et.Fitted:
 
 
 def wasserstein(found: Tensor, truth: Tensor) -> float:
-    """Return the optimal transport distance between two sets of as many numbers, all of the same weight."""
+    """Return the optimal transport distance between two sets of equally many numbers with equal weights."""
     return (found.sort().values - truth.sort().values).abs().mean().item()
 
 
 def projected_eigenvalues(spectrum: Tensor, keep: int, seed: int, orthonormal: bool) -> Tensor:  # (P,) -> (K,)
-    """Draw the eigenvalues of G·H·Gᵀ for K random directions.
+    """Sample the eigenvalues of G·H·Gᵀ for K random directions.
 
-    The directions are as likely in the eigenbasis of H as in any other, so they are drawn there, where H is diagonal.
+    The distribution of the directions is rotation-invariant, so they are drawn in the eigenbasis, where H is diagonal.
 
     Args:
         spectrum: All eigenvalues of H.
         keep: K.
-        seed: Fixes the directions.
+        seed: Seed of the directions.
         orthonormal: Orthonormal directions, so that G·H·Gᵀ is H restricted to their span; else Gaussian ones with
             E[GᵀG] = I, as RandProj scores with.
     """
@@ -226,13 +226,13 @@ def _scored(known: Subject, method: Any, warm: int = 64) -> Cell:
 
 
 def _quality(known: Subject, fitted: et.Fitted, rows: Tensor | None = None, warm: int = 64) -> Cell:
-    """Score all digits or some; a few before, so that what a process loads once is not in the time."""
+    """Score all or some digits, after a warm-up that keeps one-time costs out of the time."""
     digits = known.digits
     images, labels, is_wrong = digits.images, digits.labels, digits.is_wrong
     if rows is not None:
         images, labels, is_wrong = images[rows], labels[rows], is_wrong[rows]
     data = known.of(images, labels)
-    if rows is not None:  # whole gradients, which a GPU takes as one convolution with a group for each digit
+    if rows is not None:  # complete gradients, computed on a GPU as one grouped convolution with a group for each digit
         data = data.rebatched(32)
     if warm:
         fitted.self_influence(known.of(images[:warm], labels[:warm]))
@@ -253,7 +253,7 @@ def random_squares(known: Subject) -> Tensor:  # (N, draws, K)
 
 
 def _drawn(known: Subject, squares: Tensor, keep: int) -> Cell:
-    """Judge the first K directions of every draw; one draw is scored by itself for the time that takes."""
+    """Measure the first K directions of every draw; one draw is scored separately, for the time."""
     found = [retrieval(own.cpu(), known.digits.is_wrong.cpu()) for own in squares[:, :, :keep].sum(dim=2).unbind(1)]
     cell = _scored(known, et.RandProj(keep, SEED))
     for key in ("auc", "ap"):
@@ -270,7 +270,7 @@ def _lissa(known: Subject) -> Cell:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add to the command line what this experiment understands."""
+    """Add the options of this experiment."""
     noise.options(parser)
     parser.add_argument("--lissa-rows", type=positive, default=640, help="digits that LiSSA is scored on")
 

@@ -1,10 +1,10 @@
-"""Pictures by self-influence, and what speaks for and against a picture (figures of the paper's appendix).
+"""Images ranked by self-influence, and their proponents and opponents (figures of the paper's appendix).
 
     python -m experiments.images.image_exemplars --small                                # digits, on a CPU
     python -m experiments.images.image_exemplars --data FOLDER                          # CIFAR-10 and photos, on a GPU
     python -m experiments.images.image_exemplars --data FOLDER --parts photos --photos-figure   # draws the photos, too
 
-Results merge into docs/results/image_exemplars.json.
+Results merge into docs/results/data/image_exemplars.json.
 """
 
 import argparse
@@ -32,11 +32,11 @@ from experiments.shared.frame import Experiment, Session, main
 from harness.measure import Cell, synchronize
 
 TOP_LABELS = 3
-"""The paper takes the ten most probable of a thousand; here there are ten."""
+"""Number of most probable labels. The paper takes ten of a thousand; here there are ten classes."""
 ACROSS, SHOWN_QUERIES = 6, 2
-"""Pictures in a row, and queries in a figure."""
+"""Numbers of images in a row, and of queries in a figure."""
 _BATCH = 1024
-"""The paper's 512 images in one piece, and ours in two."""
+"""Batch size: the paper's sample of 512 images in one batch, ours in two."""
 
 FITS = {
     "paper": et.Arnoldi(steps=200, keep=10, curvature="hessian", tail=None, sample=512, compile=False),
@@ -49,9 +49,9 @@ SMALL_FITS = {
 
 
 def measure(name: str, make: Callable[[Session], Pictures], session: Session) -> None:
-    """Score all pictures of one problem, and explain some of them."""
+    """Score all images of one problem, and explain some of them."""
     if session.device.type == "cuda":
-        torch.backends.cudnn.allow_tf32 = False  # small losses need all the digits of float32
+        torch.backends.cudnn.allow_tf32 = False  # small losses need full float32 precision
     pictures = make(session)
     fits = SMALL_FITS if session.small else FITS
     num_queries = 20 if session.small else 100
@@ -72,7 +72,7 @@ def measure(name: str, make: Callable[[Session], Pictures], session: Session) ->
         part.cell("ranked/loss", lambda: _ranked_by_loss(task, data, pictures))
         for fit in fits:
             for normalize in NORMALISATIONS:
-                drawn = uri if name != "cifar_noisy" else None  # one such figure of CIFAR-10 is enough
+                drawn = uri if name != "cifar_noisy" else None  # one figure of CIFAR-10 is enough
                 work = partial(_explained, scored, fit, normalize, queries, pictures, drawn)
                 part.cell(f"explained/{fit}/{normalize or 'none'}", work)
 
@@ -80,7 +80,7 @@ def measure(name: str, make: Callable[[Session], Pictures], session: Session) ->
 def _scored(
     method: et.Arnoldi, task: et.Task, data: et.Data, folder: Path, device: torch.device
 ) -> tuple[et.Run, Cell]:
-    """Fit and score into a run, as users do; return it with what it took and what it warned of."""
+    """Fit and score into a run, as users do; return it with its times and warnings."""
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -107,7 +107,7 @@ def _ranked_by(scored: tuple[et.Run, Cell], pictures: Pictures, uri: Callable[[i
 
 
 def ranked(values: np.ndarray, losses: np.ndarray, pictures: Pictures, uri: Callable[[int], str] | None) -> Cell:
-    """Describe a ranking: what is wrong where, and random pictures of its top, middle and bottom."""
+    """Describe a ranking: wrong labels by decile, and random images of its top, middle and bottom."""
     bad = pictures.is_bad.cpu().numpy()
     labels = pictures.labels.cpu().numpy()
     right = predicted_right(pictures.model, pictures.inputs, pictures.labels)
@@ -137,7 +137,7 @@ def _explained(
     pictures: Pictures,
     uri: Callable[[int], str] | None,
 ) -> Cell:
-    """Ask for the five strongest on either side of each query, the query itself among the candidates."""
+    """Explain queries by five proponents and opponents each; the query itself is a candidate."""
     run = scored(fit)[0]
     start = time.perf_counter()
     found = run.explain(

@@ -1,4 +1,4 @@
-"""Memorisation against generalisation: drop the most or the least self-influential images and train again.
+"""Memorisation and generalisation: retrain without the images of highest or lowest self-influence.
 
 python -m experiments.images.resnet_curve --small                        # digits, half a minute on a CPU
 python -m experiments.images.resnet_curve --data FOLDER                  # CIFAR-10, minutes on a GPU
@@ -38,7 +38,7 @@ ENDS: tuple[Literal["top"], Literal["bottom"]] = ("top", "bottom")
 LABELS = {"clean": "Published labels", "worse": "Labels of people (CIFAR-10N, worst of three)"}
 RANDOM = "random"
 Scored = tuple[Tensor, float]
-"""Scores of the training images, and the seconds that they took."""
+"""Scores of the training images, and their time in seconds."""
 ABOUT = """\
 **The paper** scored ImageNet by self-influence (ResNet-50, the top 10 eigenpairs), removed growing shares from the top
 or the bottom of the ranking, trained again, and drew the test accuracy in a figure, without numbers. Removing the
@@ -65,38 +65,38 @@ are used."""
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything."""
+    """Sizes of the experiment."""
 
     examples: int = 15_000
     tests: int = 5_000
     shares: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5)
     seeds: int = 3
     steps: int = 200
-    """Products of the paper's estimator, on new batches of `spread` images each."""
+    """Number of products of the paper's estimator, each on a new batch of `spread` images."""
     spread: int = 512
     tail_steps: int = 100
     tail_keep: int = 30
     sample: int = 4096
     stride: int = 1
-    """Takes every so many pixels."""
+    """Use every n-th pixel only."""
     recipe: Recipe = field(default_factory=Recipe)
 
     @property
     def methods(self) -> dict[str, Any]:
-        """How each score is made."""
+        """The scores by name, as functions."""
         paper = et.Arnoldi(self.steps, 10, "hessian", None, sample=self.spread, spread=True, compile=False)
         ours = et.Arnoldi(self.tail_steps, self.tail_keep, sample=self.sample, compile=False)
         return {"paper": paper, "tail": ours, "loss": et.Loss()}
 
 
 SMALL = Size(300, 300, (0.2, 0.5), 2, 12, 50, 20, 5, 100, 2, Recipe(6, 8, 30, lr=0.2, augment=False))
-# Of the network that scores; retrained ones get theirs from `retraining_curves`.
+# Seed of the scored network; retrained ones get theirs from `retraining_curves`.
 _SEED = 0
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The labels that were given, and the network trained on all of them."""
+    """Given labels, and the network trained on all of them."""
 
     images: Images
     labels: Tensor
@@ -105,7 +105,7 @@ class Trained:
 
     @cached_property
     def name(self) -> str:
-        """Names the folder of its trainings after all that they depend on."""
+        """The name of the folder of its trainings, a digest of everything they depend on."""
         images = self.images
         return name_of("resnet_curve", self.size.recipe, images.train, self.labels, images.test, images.test_labels)
 
@@ -117,7 +117,7 @@ class Trained:
     def score(self, name: str) -> Tensor:  # (N,)
         """Score every training image."""
         with warnings.catch_warnings():
-            # The network has kinks, as the paper's has: its Hessian is not the difference of its gradients.
+            # The network is not smooth, like the paper's: differences of gradients deviate from its Hessian.
             warnings.simplefilter("ignore", PrecisionWarning)
             fitted = self.size.methods[name].fit(et.classification(self.model), self.data)
         scores: Tensor = fitted.self_influence(self.data)
@@ -125,7 +125,7 @@ class Trained:
 
 
 def measure(session: Session) -> None:
-    """Measure the curves for each kind of labels that the command line asks for."""
+    """Measure the curves for each kind of labels of the command line."""
     if session.device.type == "cuda":
         torch.backends.cudnn.allow_tf32 = False
     for labels in session.settings.labels:
@@ -154,7 +154,7 @@ def _measure(session: Session, labels: str) -> None:
 
 
 def scored(trained: Trained, folder: Path, name: str) -> Scored:
-    """Score every training image, or read what was scored before, with the seconds that it took.
+    """Score every training image, or load earlier scores, with the seconds they took.
 
     Another fit on a GPU rounds otherwise and ranks a few images otherwise. Trainings that were kept would then be of
     other images, and a curve that was cut off would begin again.
@@ -191,7 +191,7 @@ def _cell(found: RetrainingCurves, name: str) -> Cell:
 
 
 def cell_name(end: str, score: str) -> str:
-    """Name the curve of dropping one end of a ranking."""
+    """Return the name of the curve for dropping one end of a ranking."""
     return f"{end} by {score}"
 
 
@@ -217,7 +217,7 @@ def _trained(session: Session, labels: str, size: Size) -> tuple[Trained, Cell]:
 
 
 def _described(trained: Trained, scores: Callable[[str], Scored], name: str) -> Cell:
-    """Say what scores took, how far they agree with the loss, and how well they find labels known to be wrong."""
+    """Return the times of scores, their agreement with the loss, and how well they find wrong labels."""
     values, seconds = scores(name)
     found: Cell = {"seconds": seconds, "agreement": _agreement(values, scores("loss")[0])}
     is_wrong = (trained.labels != trained.images.labels).cpu()
@@ -228,7 +228,7 @@ def _described(trained: Trained, scores: Callable[[str], Scored], name: str) -> 
 
 
 def _agreement(first: Tensor, second: Tensor) -> float:
-    """Correlate the ranks of two scores."""
+    """Return the rank correlation of two scores."""
     return float(spearman(first.numpy()[None], second.numpy()[None])[0])
 
 
@@ -247,7 +247,7 @@ def _trainer(trained: Trained) -> Loop:
 
 
 def tables(records: Records) -> list[str]:
-    """Lay out the networks and, for each kind of labels, accuracy by the share dropped."""
+    """Return the tables of networks and, for each kind of labels, of accuracy by the share dropped."""
     lines = []
     for labels in LABELS:
         if labels in records:
@@ -300,7 +300,7 @@ def _spread(values: np.ndarray) -> np.ndarray:  # (S, s) -> (S,)
 
 
 def _verdict(cells: dict[str, Cell]) -> str:
-    """Compare the two ends at the largest share, the paper's question."""
+    """Compare dropping either end at the largest share, as the paper does."""
     ends = [cells.get(cell_name(end, "paper"), {}) for end in ENDS]
     if not all("values" in cell for cell in ends):
         return "The paper's curves are not both measured."
@@ -313,7 +313,7 @@ def _verdict(cells: dict[str, Cell]) -> str:
 
 
 def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
-    """Draw accuracy against the share dropped: a picture for each score and kind of labels."""
+    """Draw accuracy against the share dropped: a figure for each score and kind of labels."""
     found = {
         f"{labels}_{score}": {f"{SCORES[score]}. {title}": _ends(records[labels]["cells"], score)}
         for labels, title in LABELS.items()
@@ -342,7 +342,7 @@ def _line(name: str, cell: Cell) -> Curve:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add what only this experiment understands."""
+    """Add the options of this experiment."""
     parser.add_argument("--cache", type=Path, default=Path("runs/experiments"), help="where trained networks are kept")
     parser.add_argument("--labels", type=choices(*LABELS), default=["clean"], help=f"some of {','.join(LABELS)}")
     parser.add_argument("--scores", type=choices(*SCORES), default=list(SCORES), help=f"some of {','.join(SCORES)}")

@@ -1,10 +1,10 @@
-"""How the time of a fit grows with the size of the model (the paper's Figure 3), and what it costs in memory.
+"""Time and memory of a fit by the size of the model (the paper's Figure 3).
 
     python -m experiments.images.scaling --small                       # small versions of the models, on a CPU
     python -m experiments.images.scaling --parts vit_l_32              # all 200 products of one model, on a GPU
     python -m experiments.images.scaling --steps 15                    # few products, and all of the orthogonalisation
 
-Results merge into docs/results/scaling.json.
+Results merge into docs/results/data/scaling.json.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from harness.models import MODELS, SMALL
 
 HALF = "vit_l_32_half"
 NAMES = ("resnet_50", "transformer_base", "vit_b_32", HALF, "vit_l_32")
-"""The models of the figure, smallest first; half of ViT-L/32 is its upper layers."""
+"""The models of the figure, smallest first; half of ViT-L/32 means its upper layers."""
 OFFLOADED, OFFLOAD_STEPS = "vit_b_32", 40
 SMALL_FIT = et.Arnoldi(steps=8, keep=2, sample=8, basis=et.Basis(dtype="bf16", max_vectors=5))
 
@@ -53,7 +53,7 @@ that launching operations takes the time and no trend can be seen: it only shows
 
 
 def measure(name: str, session: Session) -> None:
-    """Time fits of one model, by the paper's curvature and by ours."""
+    """Time fits of one model, with the paper's curvature and ours."""
     run = session.run
     subject = make_subject(name, run)
     part = _part(name, subject, session)
@@ -67,7 +67,7 @@ def measure(name: str, session: Session) -> None:
 
 
 def measure_offload(session: Session) -> None:
-    """Time one fit with its basis on the GPU and one with it in host memory, nothing restarted."""
+    """Time a fit with its basis on the GPU, and one with it in host memory, without restarts."""
     run = session.run
     subject = make_subject(OFFLOADED, run)
     part = _part("offload", subject, session)
@@ -92,7 +92,7 @@ def _part(name: str, subject: Subject, session: Session) -> Part:
 
 
 def make_subject(name: str, run: Run) -> Subject:
-    """Build a model; of ViT-L/32's upper half all layers compute, and the upper ones count."""
+    """Build a model; for half of ViT-L/32, only parameters of the upper layers are selected."""
     entry = (SMALL if run.small else MODELS)[name if name != HALF else "vit_l_32"]
     subject = Subject.of(entry, run.device, entry.curvature_batch)
     return replace(subject, task=et.classification(subject.model, params="top 50%")) if name == HALF else subject
@@ -106,7 +106,7 @@ def method(kind: Kind, steps: int, run: Run) -> et.Arnoldi:
 
 
 def orthogonalise(subject: Subject, whole: et.Arnoldi, run: Run) -> Cell:
-    """Time an iteration whose products cost next to nothing."""
+    """Time an iteration whose products cost almost nothing."""
     start = random_unit(subject.task.vector)
     diagonal = torch.rand(start.shape, generator=torch.Generator(start.device).manual_seed(3), device=start.device)
     release(run.device)

@@ -1,4 +1,4 @@
-"""Wrong labels of CIFAR-10 found with a vision transformer: curvature of the top 10%, 20% and all of its parameters.
+"""Find wrong labels of CIFAR-10 with a vision transformer, by curvature of the top 10%, 20% and all parameters.
 
 python -m experiments.images.vit_cifar --small                       # digits, half a minute on a CPU
 python -m experiments.images.vit_cifar --data FOLDER                 # CIFAR-10, minutes on a GPU
@@ -36,12 +36,12 @@ from harness.record import Notes, millions, shown, table
 KEEPS = (10, 20)
 DRAWS = 5
 FLIPPED = 0.1
-# Not that of the training: on a CPU both would draw the same numbers.
+# Not the seed of the training: on a CPU both would draw the same numbers.
 _LABELS_SEED = 1
-# λ of which the paper adds up the negative ones.
+# Number of eigenvalues whose negative ones the paper sums.
 COUNTED = 100
 SHARES = {"top 10%": "top 10%", "top 20%": "top 20%", "100%": "trainable"}
-PAPER = {  # AUC and AP by parameters, method and K
+PAPER = {  # The paper's AUC and AP by parameters, method and K
     ("top 10%", "Arnoldi", 10): (94.2, 64.4),
     ("top 10%", "RandProj", 10): (93.9, 62.3),
     ("top 10%", "Arnoldi", 20): (93.9, 61.3),
@@ -88,7 +88,7 @@ fetches the public archive of 50,000 images, of which `--examples` (15,000) are 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything."""
+    """Sizes of the experiment."""
 
     examples: int = 15_000
     tests: int = 5_000
@@ -96,7 +96,7 @@ class Size:
     steps: int = 200
     tail_steps: int = 100
     batch: int = 2048
-    """Examples whose products are taken together."""
+    """Batch size of products."""
     recipe: Recipe = field(default_factory=Recipe)
 
 
@@ -105,7 +105,7 @@ SMALL = Size(300, 200, 64, 40, 30, 100, Recipe(16, 1, 2, 8, epochs=60, batch_siz
 
 @dataclass(frozen=True)
 class Question:
-    """A network, the examples its curvature is taken on, and those of which the wrong ones are to be found."""
+    """A network, the examples for its curvature, and the examples in which wrong labels are to be found."""
 
     model: nn.Module
     size: Size
@@ -114,17 +114,17 @@ class Question:
     is_wrong: Tensor
 
     def task(self, share: str) -> et.Task:
-        """Make the task of a share of the parameters."""
+        """Return the task with a share of the parameters."""
         return et.classification(self.model, SHARES[share])
 
     def judged(self, scores: Tensor) -> Cell:
-        """Say how well scores find the wrong labels."""
+        """Measure how well scores find the wrong labels."""
         found = retrieval(scores.cpu(), self.is_wrong.cpu())
         return {"auc": 100 * found.auc, "ap": 100 * found.ap}
 
 
 def paper(question: Question, task: et.Task) -> dict[str, Cell]:
-    """The paper's estimator, both K from one fit."""
+    """The paper's estimator, for both K from one fit."""
     size = question.size
     counted = min(COUNTED, size.steps)
     method = et.Arnoldi(size.steps, counted, curvature="hessian", tail=None, sample=size.sample, compile=False)
@@ -135,14 +135,14 @@ def paper(question: Question, task: et.Task) -> dict[str, Cell]:
 
 
 def ours(question: Question, task: et.Task) -> dict[str, Cell]:
-    """Gauss-Newton with the tail, both K from one fit."""
+    """Gauss-Newton with the tail, for both K from one fit."""
     method = et.Arnoldi(question.size.tail_steps, max(KEEPS), sample=question.size.sample, compile=False)
     fitted, took = _fit(method, question, task)
     return _cuts(question, fitted.distill, took)
 
 
 def random_projection(question: Question, task: et.Task) -> dict[str, Cell]:
-    """Gaussian directions. Directions are independent, so those of all draws go through the model together."""
+    """Random projections. Directions are independent, so those of all draws are projected on in one pass."""
     most = max(KEEPS)
     fitted = et.RandProj(DRAWS * most, seed=0).fit(task, question.fitted_on)
     squares = fitted.features(question.scored).square()
@@ -165,7 +165,7 @@ METHODS: dict[str, Callable[[Question, et.Task], dict[str, Cell]]] = {
 
 def _fit(method: et.Arnoldi, question: Question, task: et.Task) -> tuple[EigenFit, float]:
     with warnings.catch_warnings():
-        # The last of a hundred pairs is only counted; whether the ones that score have settled is in their cells.
+        # The last of a hundred pairs is only counted; cells record whether those used in scores have converged.
         warnings.simplefilter("ignore", ConvergenceWarning)
         return with_seconds(lambda: method.fit(task, question.fitted_on), task.layout.device)
 
@@ -183,12 +183,12 @@ def _cuts(question: Question, cut: Callable[[int], EigenFit], fit_seconds: float
 
 
 def cell_name(share: str, method: str, keep: int) -> str:
-    """Name a number of the table."""
+    """Return the name of a number of the table."""
     return f"{share}, {method}, K={keep}"
 
 
 def measure(session: Session, name: str) -> None:
-    """Train one network and measure every score on its question."""
+    """Train one network and measure every score on its examples."""
     size = _size(session)
     part = session.part(name, PARTS[name], asdict(size))
     wanted = {(share, method) for share in SHARES for method in METHODS if not _has(part, share, method)}
@@ -263,7 +263,7 @@ def _size(session: Session) -> Size:
 
 
 def tables(records: Records) -> list[str]:
-    """Lay out the networks, then every score beside the paper's."""
+    """Return the tables of networks and of every score, with the paper's numbers."""
     notes = Notes()
     rows = [
         (
@@ -318,7 +318,7 @@ def _number(cell: Cell | None, key: str, notes: Notes) -> str:
 
 
 def _sizes(records: Records) -> list[str]:
-    """Say how many parameters each share came to, how many directions counted, and what fits took."""
+    """List the parameters of each share, the number of directions used, and the times of fits."""
     lines = []
     for name in PARTS:
         cells = records.get(name, {"cells": {}})["cells"]
@@ -335,7 +335,7 @@ def _sizes(records: Records) -> list[str]:
 
 
 def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
-    """Draw AP at K = 10 against the share of the parameters, for each question."""
+    """Draw AP at K = 10 against the share of the parameters, for each set of examples."""
     found = {name: _curves(records[name]["cells"]) for name in PARTS if name in records}
     axes = "% of the parameters", f"AP at K = {KEEPS[0]}, %"
     return {name: partial(curves_svg, {PARTS[name]: curves}, *axes) for name, curves in found.items() if curves}
@@ -355,7 +355,7 @@ def _curves(cells: dict[str, Cell]) -> list[Curve]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add what only this experiment understands."""
+    """Add the options of this experiment."""
     parser.add_argument("--cache", type=Path, default=Path("runs/experiments"), help="where trained networks are kept")
     parser.add_argument("--sample", type=positive, default=Size.sample, help="images that the curvature is taken on")
     parser.add_argument("--examples", type=positive, default=Size.examples, help="images to train on")

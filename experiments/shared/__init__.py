@@ -1,1 +1,1 @@
-"""What the experiments of several areas use: their command line, their files, what they keep."""
+"""Shared by the experiments of all areas: command line, data files, caches of trained networks."""

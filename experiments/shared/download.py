@@ -1,4 +1,4 @@
-"""Public data, fetched once and checked."""
+"""Download public data once, with checksums."""
 
 import hashlib
 import shutil
@@ -12,10 +12,10 @@ from harness.files import made_once
 
 
 def fetch(url: str, md5: str, target: Path) -> Path:
-    """Download a file unless it is there; what does not have the known digest is removed again.
+    """Download a file unless it exists; a file with another digest than expected is removed again.
 
     Raises:
-        InputError: If the file cannot be had, or is another than expected.
+        InputError: If the download fails, or the digest is not the expected one.
     """
     made_once(target, lambda: _fetch(url, md5, target))
     return target

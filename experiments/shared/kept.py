@@ -1,4 +1,4 @@
-"""Trained networks, kept so that another command need not train them again."""
+"""A cache of trained networks, shared by commands."""
 
 import hashlib
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from harness.files import made_once
 
 
 def name_of(what: str, recipe: Any, *data: Tensor) -> str:
-    """Name what is kept of a training after its kind and a digest of all it depends on.
+    """Return the file name of a training: its kind, and a digest of everything it depends on.
 
     Args:
         what: The kind.
-        recipe: Everything but the data, with a `repr` that tells it all, such as a dataclass of numbers.
-        data: What it is trained on.
+        recipe: All settings, with a complete `repr`, such as a dataclass of numbers.
+        data: The training data.
     """
     sha = hashlib.sha256(repr(recipe).encode())
     for tensor in data:
@@ -27,9 +27,9 @@ def name_of(what: str, recipe: Any, *data: Tensor) -> str:
 
 
 def kept(path: Path, model: nn.Module, train: Callable[[nn.Module], None]) -> nn.Module:
-    """Train a network in place, or give it the weights of the file where there is one; return it in eval mode.
+    """Train a network in place, or load its weights if the file exists; return it in eval mode.
 
-    Of several processes that ask for the same network one trains it, and the others wait for its weights.
+    If several processes need the same network, one trains it and the others wait.
     """
 
     def make() -> None:
@@ -42,7 +42,7 @@ def kept(path: Path, model: nn.Module, train: Callable[[nn.Module], None]) -> nn
 
 
 def keep(path: Path, tensors: Any) -> None:
-    """Write tensors and numbers to a file that is there as a whole or not at all, whoever else writes it."""
+    """Write tensors and numbers to a file atomically, even if several processes write it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:
         torch.save(tensors, unfinished)

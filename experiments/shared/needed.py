@@ -1,4 +1,4 @@
-"""Which files an experiment reads, so that one that is missing is told before anything is measured."""
+"""The data files that an experiment reads, checked before anything is measured."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.refusal import refuse
 
 Wanted = tuple[str, ...]
-"""Names or patterns of files, any of which does."""
+"""File names or patterns, of which one must match."""
 
 
 def no_files(settings: argparse.Namespace, part: str) -> Sequence[Wanted]:
@@ -18,29 +18,29 @@ def no_files(settings: argparse.Namespace, part: str) -> Sequence[Wanted]:
 
 @dataclass(frozen=True)
 class Needed:
-    """What lies in the folder of the data."""
+    """The data files that an experiment needs."""
 
     files: Callable[[argparse.Namespace, str], Sequence[Wanted]] = no_files
-    """What a part reads with the settings of the command line."""
+    """Returns the files that a part reads with the settings of the command line."""
     is_embedded: bool = False
-    """Where no folder is given, something embedded takes its place at full size too; with --small it always does."""
+    """Whether embedded data replaces the folder at full size too; with --small it always does."""
     public: frozenset[str] = frozenset()
-    """Those of the files that --download fetches."""
+    """The files that --download fetches."""
     origin: str = ""
-    """A sentence on where files that are not public come from."""
+    """A sentence on the source of files that are not public."""
 
     @property
     def full_options(self) -> str:
-        """What a command at full size must be given."""
+        """The options that a command at full size needs."""
         return "" if self.is_embedded or self.files is no_files else " --data FOLDER"
 
     def check(self, settings: argparse.Namespace, parts: Sequence[str], everything: Sequence[str]) -> None:
-        """Refuse a command whose files are not there.
+        """Exit with a message if files of a command are missing.
 
         Args:
-            settings: Of the command line.
-            parts: Those that are to be measured.
-            everything: All parts that there are.
+            settings: The parsed command line.
+            parts: The parts to measure.
+            everything: All parts of the experiment.
         """
         wanted = {part: list(self.files(settings, part)) for part in parts}
         names = list(dict.fromkeys(each for files in wanted.values() for each in files))
@@ -62,7 +62,7 @@ class Needed:
             refuse(f"{said} {self._origin}Nothing was measured.")
 
     def _check_none(self, settings: argparse.Namespace, names: Sequence[Wanted]) -> None:
-        """Refuse to run without a folder where one is needed."""
+        """Exit with a message if a folder is needed and none was given."""
         if names and settings.download and self.public:
             refuse("--download needs --data, the folder to fetch the files to. Nothing was measured.")
         if names and not self.is_embedded and not settings.small:

@@ -1,4 +1,4 @@
-"""The parts of an experiment in several processes, which write to the same results."""
+"""Measure the parts of an experiment in several processes, which write to the same results."""
 
 import signal
 import subprocess
@@ -9,12 +9,12 @@ from harness.command import say, without
 
 
 def dealt_out(parts: Sequence[str], first: Sequence[str], workers: int) -> list[list[list[str]]]:
-    """Say which parts run when: rounds, each of so many processes at a time, each of so many parts in turn.
+    """Distribute parts over rounds of parallel processes, each of which measures its parts in turn.
 
     Args:
-        parts: What is to be measured, the most important first.
-        first: Those that run before all others, by themselves.
-        workers: How many processes the others are shared among.
+        parts: The parts to measure, most important first.
+        first: The parts that run before all others, alone.
+        workers: The number of processes for the other parts.
     """
     before = [part for part in parts if part in first]
     others = [part for part in parts if part not in first]
@@ -23,12 +23,12 @@ def dealt_out(parts: Sequence[str], first: Sequence[str], workers: int) -> list[
 
 
 def run_parts(module: str, argv: Sequence[str], rounds: Sequence[Sequence[Sequence[str]]]) -> int:
-    """Measure the parts of an experiment in processes of their own; return how many numbers failed.
+    """Measure the parts of an experiment in separate processes; return the number of failures.
 
     Args:
-        module: Of the experiment.
+        module: The module of the experiment.
         argv: Its command line.
-        rounds: As `dealt_out` returns them.
+        rounds: The rounds that `dealt_out` returns.
     """
     kept = without(argv, ("--parts", "--workers"), ("--no-tables",))
     failures = 0
@@ -44,7 +44,7 @@ def run_parts(module: str, argv: Sequence[str], rounds: Sequence[Sequence[Sequen
 
 
 def _together(commands: Sequence[Sequence[str]]) -> list[int]:
-    """Run commands at the same time; end them if this process is told to end."""
+    """Run commands in parallel; terminate them if this process is terminated."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("Told to end; what was measured is kept."))
     running = [subprocess.Popen(command) for command in commands]
     try:

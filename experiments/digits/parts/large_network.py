@@ -14,12 +14,12 @@ from experiments.shared.kept import keep
 from harness.files import made_once
 
 State = dict[str, Tensor]
-_HIDDEN, _LAST = 7, 9  # where its two linear layers stand
+_HIDDEN, _LAST = 7, 9  # positions of its two linear layers
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the network is trained: stochastic gradient descent with momentum, as the example does it."""
+    """The hyperparameters of stochastic gradient descent with momentum, from the example."""
 
     epochs: int = 10
     l2: float = 0.0
@@ -28,30 +28,30 @@ class Recipe:
     lr: float = 0.1
     momentum: float = 0.9
     num_checkpoints: int = 10
-    """Weights are kept so many times, evenly along the training and at its end."""
+    """Number of checkpoints, evenly spread over the training, the last at its end."""
 
     @property
     def checkpoint_epochs(self) -> set[int]:
-        """After which epochs weights are kept, counted from 1."""
+        """Epochs of the checkpoints, counted from 1."""
         count = min(self.num_checkpoints, self.epochs)
         return {round(self.epochs * k / count) for k in range(1, count + 1)}
 
 
 SMALL = Recipe(epochs=8, batch_size=32, lr=0.05, num_checkpoints=2)
-"""For a few hundred digits."""
+"""The hyperparameters for a few hundred digits."""
 
 
 def stream(seed: int, what: str) -> torch.Generator:
-    """Return random numbers for one purpose.
+    """Return a generator for one purpose.
 
-    Two generators with one seed draw the same permutation: the examples whose labels were changed would be those that
-    training sees first, and those that curvature is sampled on.
+    With one seed for all purposes, permutations would be equal: the relabelled examples would be those that training
+    sees first and that curvature is sampled on.
     """
     return torch.Generator().manual_seed(zlib.crc32(f"{what} {seed}".encode()))
 
 
 def train(images: Tensor, labels: Tensor, recipe: Recipe, seed: int) -> list[State]:
-    """Train on the device the images lie on, and return the checkpoints there, the last at the end of training."""
+    """Train on the device of the images, and return the checkpoints, the last at the end of training."""
     model = make_cnn(seed).to(images.device)
     generator = stream(seed, "order")
     optimizer = torch.optim.SGD(
@@ -70,18 +70,18 @@ def train(images: Tensor, labels: Tensor, recipe: Recipe, seed: int) -> list[Sta
 
 
 def trained(images: Tensor, labels: Tensor, recipe: Recipe, seed: int, cache: Path, what: str) -> list[State]:
-    """Return the checkpoints of a training, read from the cache if it was done before.
+    """Return the checkpoints of a training, from the cache if they exist.
 
     Args:
         images: (N, 1, 28, 28).
         labels: (N,).
-        recipe: How to train.
-        seed: Decides on the first weights and the order of the examples.
+        recipe: The hyperparameters.
+        seed: Determines the initial weights and the order of the examples.
         cache: Folder of trained networks.
-        what: Names the data in the cache; other images or labels need another name.
+        what: Name of the data in the cache; other images or labels need another name.
 
     Raises:
-        NumericalError: If the weights end as something that is not finite. Nothing is kept then.
+        NumericalError: If the final weights are not finite. Nothing is cached then.
     """
     settings = "-".join(f"{value:g}" for value in asdict(recipe).values())
     path = cache / f"mnist_large-{what}-{len(labels)}-{seed}-{settings}.pt"
@@ -105,7 +105,7 @@ def network(state: State, device: torch.device) -> nn.Sequential:
 
 
 class Halves(nn.Module):
-    """A linear layer cut in two by its outputs, so that a part of its weights can be selected by name."""
+    """A linear layer split in two along its outputs, so that a part of its weights can be selected by name."""
 
     def __init__(self, whole: nn.Linear, top: int) -> None:
         super().__init__()
@@ -114,15 +114,15 @@ class Halves(nn.Module):
         self.top = _taken(whole, slice(rest, None))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute what the whole layer would."""
+        """Compute the outputs of both parts."""
         return torch.cat([self.rest(inputs), self.top(inputs)], dim=1)
 
 
 def with_small_top(model: nn.Sequential) -> nn.Sequential:
-    """Return the same function with its hidden layer in two pieces, of which "top 10%" selects the second.
+    """Return the same network with its hidden layer split in two, of which "top 10%" selects the second part.
 
-    One matrix holds 97% of the parameters, so no choice of whole tensors comes near a tenth. Beside the last layer it
-    is the weights into the last 26 of the 256 hidden units.
+    One matrix has 97% of the parameters, so no selection of whole tensors has about a tenth of them. This one has the
+    last layer and the weights into the last 26 of the 256 hidden units.
     """
     layers = list(model)
     hidden, last = layers[_HIDDEN], layers[_LAST]

@@ -1,7 +1,7 @@
-"""Digits of which a fifth carry a wrong label, and the larger network trained on them: what three experiments share.
+"""Digits with a fifth of wrong labels, and the larger network trained on them, shared by three experiments.
 
-The digits are those that travel with the package, a tenth of MNIST. With the whole of it in a folder, `mnist.npz` or
-the published files, each seed takes another tenth.
+The digits are those embedded in the package, a tenth of MNIST. With all of MNIST in a folder, as `mnist.npz` or the
+published files, each seed draws another tenth.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from experiments.shared.frame import Session
 from experiments.shared.needed import Needed
 
 FRACTION_WRONG = 0.2
-_PART = 10  # every tenth digit of the whole
+_PART = 10  # a tenth of all digits
 _URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 _FILES = {
     "x_train": ("train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
@@ -37,7 +37,7 @@ BATCH = 512
 
 @dataclass(frozen=True)
 class NoisyDigits:
-    """Training and test digits with the labels they were given and the true ones."""
+    """Training and test digits with given and true labels."""
 
     images: Tensor  # (N, 1, 28, 28)
     labels: Tensor  # (N,) as given
@@ -53,7 +53,7 @@ class NoisyDigits:
 
     @property
     def data(self) -> et.Data:
-        """The training examples as the methods take them."""
+        """The training examples as a dataset."""
         return dataset(self.images, self.labels)
 
 
@@ -69,12 +69,12 @@ class Subject:
 
     @property
     def task(self) -> et.Task:
-        """What was trained, its penalty included."""
+        """The task, including the penalty of the training."""
         return et.classification(self.model, l2=self.recipe.l2)
 
     @property
     def accuracies(self) -> dict[str, float]:
-        """Percent of labels the network agrees with."""
+        """Percentages of labels that the network predicts."""
         digits, model = self.digits, self.model
         return {
             "accuracy_train_given": accuracy(model, digits.images, digits.labels),
@@ -91,14 +91,14 @@ NEEDED = Needed(
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add to the command line what these experiments understand."""
+    """Add the options of these experiments."""
     parser.add_argument("--cache", type=Path, default=Path("runs/experiments"), help="folder of trained networks")
 
 
 def subject(session: Session, recipe: Recipe, seed: int, size: int | None = None) -> Subject:
-    """Train the network with a seed, or read it from the cache; the first `size` digits only, if given."""
+    """Train the network with a seed, or load it from the cache; on the first `size` digits if given."""
     if session.device.type == "cuda":
-        # Losses of memorised digits and the smaller eigenvalues need all the digits of float32.
+        # Losses of memorised digits and small eigenvalues need full float32 precision.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     digits = noisy(_digits(session, seed), seed, session.device, size)
     what = "embedded" if session.settings.data is None else "mnist"
@@ -107,12 +107,12 @@ def subject(session: Session, recipe: Recipe, seed: int, size: int | None = None
 
 
 def source_name(session: Session) -> str:
-    """Say which digits a run takes."""
+    """Return a description of the digits of a run."""
     return "embedded" if session.settings.data is None else "a tenth of MNIST for each seed"
 
 
 def noisy(digits: Digits, seed: int, device: torch.device, size: int | None = None) -> NoisyDigits:
-    """Relabel a fifth of the training and of the test digits, and put all on a device."""
+    """Relabel a fifth of the training and of the test digits, and move all to a device."""
     generator = stream(seed, "noise")
     train, test = digits.train_labels[:size], digits.test_labels
     given, test_given = (relabel(labels, FRACTION_WRONG, NUM_CLASSES, generator).labels for labels in (train, test))
@@ -121,7 +121,7 @@ def noisy(digits: Digits, seed: int, device: torch.device, size: int | None = No
 
 
 def dataset(images: Tensor, labels: Tensor) -> et.Data:
-    """Give examples that lie on the device to the methods."""
+    """Return examples on the device as a dataset."""
     batch = len(labels) if images.is_cuda else BATCH
     return et.Data(torch.utils.data.TensorDataset(images, labels), batch_size=batch)
 
@@ -130,8 +130,8 @@ def read_mnist(folder: Path, *, download: bool) -> Digits:
     """Read all of MNIST from `mnist.npz`, or else from the four published files.
 
     Raises:
-        InputError: If a file is to be downloaded and cannot be had.
-        FileNotFoundError: If files are missing and are not to be downloaded.
+        InputError: If a download fails.
+        FileNotFoundError: If files are missing and should not be downloaded.
     """
     packed = folder / "mnist.npz"
     if packed.exists():
@@ -171,7 +171,7 @@ def _digits(session: Session, seed: int) -> Digits:
 
 
 def _read_idx(path: Path) -> np.ndarray:
-    """Read the format of the published files: two zeros, a type (8 for bytes), the dimensions, then the values."""
+    """Read an IDX file: two zeros, a type (8 for bytes), the dimensions, then the values."""
     content = gzip.decompress(path.read_bytes())
     dimensions = content[3]
     shape = np.frombuffer(content, ">i4", dimensions, offset=4)

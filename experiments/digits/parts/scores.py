@@ -1,4 +1,4 @@
-"""The scores of the paper's tables on digits, and ours beside them: how well each finds the wrong labels, how fast."""
+"""The scores of the paper's tables on digits, and ours: how well they find wrong labels, and how fast."""
 
 import argparse
 import warnings
@@ -30,12 +30,12 @@ FAMILIES = (
     *(LISSA, LISSA_TOP, "TracIn", "RandProj", "RandSelect"),
     *(FRESH, FIXED, ALL, TAIL, TAIL_ALL, "Loss", "Mean loss"),
 )
-"""Names of methods in the order of the tables; a row adds its one setting, as in "RandProj, K=10"."""
+"""Names of methods in the order of the tables; rows add a setting, as in "RandProj, K=10"."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much each method does."""
+    """Sizes of the methods."""
 
     keeps: tuple[int, ...] = (10, 100)
     """K."""
@@ -51,23 +51,23 @@ SMALL = Size(keeps=(1, 3), steps=4, sample=32, draws=2, depths=(1, 2))
 
 
 def lissa_option(parser: argparse.ArgumentParser) -> None:
-    """Let the command line say on how much LiSSA is scored."""
-    parser.add_argument("--lissa-rows", type=positive, default=640, help="digits that LiSSA is scored on")
+    """Add the option for the number of digits that LiSSA is scored on."""
+    parser.add_argument("--lissa-rows", type=positive, default=640, help="number of digits that LiSSA is scored on")
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Something made, how long that took, and what was warned of meanwhile."""
+    """The result of a call, its time, and its warnings."""
 
     value: Any
     seconds: float
     warning: str | None
     unsettled: str | None
-    """That the last eigenpairs have not settled, which concerns only cuts that have them."""
+    """Warnings that the last eigenpairs have not converged, which concern only scores that use these."""
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> Timed:
-    """Do some work, the device's queue included; warnings of the package go into the record instead of the terminal."""
+    """Time a call, including the device's queue; warnings of eigentrace are recorded instead of printed."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", EigentraceWarning)
         value, seconds = with_seconds(work, device)
@@ -78,13 +78,13 @@ def timed(work: Callable[[], Any], device: torch.device) -> Timed:
 
 
 def once(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Do some work when it is first asked for. What several numbers need and cannot be had is not tried again."""
+    """Return a function that does some work on the first call only; a failure is raised again on later calls."""
 
     @cache
     def outcome() -> tuple[Any, str | None]:
         try:
             return work(), None
-        except Exception as error:  # kept as text: an error keeps the tensors of the failed call alive
+        except Exception as error:  # stored as text, since an exception keeps the tensors of the failed call alive
             return None, reason(error)
 
     def ask() -> Any:
@@ -97,7 +97,7 @@ def once(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def gradient_rows(subject: Subject, size: Size) -> Rows:
-    """Gradient similarity: exact, at one and at all checkpoints; through random directions; over random parameters."""
+    """Rows of gradient similarity: exact, at one and at all checkpoints; random projections; random parameters."""
     task, checkpoints = subject.task, subject.checkpoints
     yield "TracIn, C=1", lambda: _measured(subject, [et.TracIn()])
     yield f"TracIn, C={len(checkpoints)}", lambda: _measured(subject, [et.TracIn(checkpoints=checkpoints)])
@@ -108,7 +108,7 @@ def gradient_rows(subject: Subject, size: Size) -> Rows:
 
 
 def paper_arnoldi(size: Size, seed: int, sample: int | None, *, spread: bool) -> et.Arnoldi:
-    """The paper's estimator: the Hessian's top eigenpairs by magnitude, and nothing for the rest."""
+    """The paper's estimator: the Hessian's top eigenpairs by magnitude, without a tail."""
     return et.Arnoldi(
         *(size.steps, max(size.keeps)),
         curvature="hessian",
@@ -121,12 +121,12 @@ def paper_arnoldi(size: Size, seed: int, sample: int | None, *, spread: bool) ->
 
 
 def own_arnoldi(size: Size, seed: int, sample: int | None) -> et.Arnoldi:
-    """The package's: Gauss-Newton, and a tail for the rest."""
+    """The estimator of eigentrace: Gauss-Newton with a tail."""
     return et.Arnoldi(size.steps, max(size.keeps), sample=sample, seed=seed, compile=False)
 
 
 def arnoldi_rows(subject: Subject, size: Size, *, every: bool = True) -> Rows:
-    """The paper's estimator and ours, each cut of one fit; `every` adds other samples of the same."""
+    """Rows of the paper's estimator and ours, for several K of one fit each; `every` adds other samples."""
     seed, sample = subject.seed, size.sample
     methods = {FRESH: paper_arnoldi(size, seed, sample, spread=True)}
     if every:
@@ -142,7 +142,7 @@ def arnoldi_rows(subject: Subject, size: Size, *, every: bool = True) -> Rows:
 
 
 def lissa_rows(subject: Subject, size: Size, count: int, *, top: bool = True) -> Rows:
-    """One solve per gradient, on some of the digits; `top` adds the one on a tenth of the parameters."""
+    """Rows of LiSSA, one solve per gradient, on some digits; `top` adds that on a tenth of the parameters."""
     yield f"{LISSA}, r={size.depths[0]}", lambda: _lissa(subject, subject.task, size.depths[0], count)
     if top:
         model = with_small_top(subject.model)
@@ -151,22 +151,22 @@ def lissa_rows(subject: Subject, size: Size, count: int, *, top: bool = True) ->
 
 
 def loss_rows(subject: Subject, size: Size) -> Rows:
-    """The baselines that need no gradient."""
+    """Rows of the baselines that need no gradient."""
     yield "Loss, C=1", lambda: _measured(subject, [et.Loss()])
     checkpoints = subject.checkpoints
     yield f"Mean loss, C={len(checkpoints)}", lambda: _measured(subject, [et.MeanLoss(checkpoints)])
 
 
 def measure(part: Part, subject: Subject, rows: Rows) -> None:
-    """Measure what is asked for, one number per row and seed."""
+    """Measure the requested rows, one number per row and seed."""
     for name, work in rows:
         part.cell(f"{name}, seed {subject.seed}", work)
 
 
 def over_seeds(records: Iterable[Record]) -> dict[str, Cell]:
-    """Gather the cells of some parts by row, in the order of the tables, as means over seeds.
+    """Average the cells of some parts over seeds, by row in the order of the tables.
 
-    Rows without a standard deviation over draws get the one over seeds.
+    Rows without a standard deviation over draws get the standard deviation over seeds.
     """
     by_row: dict[str, list[Cell]] = {}
     for record in records:
@@ -176,7 +176,7 @@ def over_seeds(records: Iterable[Record]) -> dict[str, Cell]:
 
 
 def trainings(records: Iterable[Record]) -> list[str]:
-    """Say how many trainings the numbers are of, and what their standard deviations are over."""
+    """Return a note on the number of trainings, and on what standard deviations are taken over."""
     seeds = {name.rpartition(", seed ")[2] for record in records for name in record["cells"]}
     if len(seeds) < 2:
         return []
@@ -187,7 +187,7 @@ def trainings(records: Iterable[Record]) -> list[str]:
 
 
 def quality(cell: Cell | None, key: str, notes: Notes | None = None) -> str:
-    """Write AUC or AP in percent, with the standard deviation over draws or seeds where there are several.
+    """Format AUC or AP in percent, with the standard deviation over draws or seeds if there are several.
 
     A row has one note, marked where `notes` is given.
     """
@@ -198,13 +198,13 @@ def quality(cell: Cell | None, key: str, notes: Notes | None = None) -> str:
 
 
 def seconds(cell: Cell, key: str) -> str:
-    """Write a time with two digits."""
+    """Format a time with two significant digits."""
     value = cell.get(key)
     return "–" if value is None else f"{value:.2g}" if value < 10 else f"{value:,.0f}"
 
 
 def accuracies(cell: Cell, paper: Mapping[str, float]) -> list[str]:
-    """Lay out how good the network is, beside the paper's."""
+    """Return the table of the network's accuracy, with the paper's."""
     names = {
         "accuracy_train_given": "training digits, given labels",
         "accuracy_test_given": "test digits, a fifth relabeled too",
@@ -240,7 +240,7 @@ def _averaged(cells: list[Cell]) -> Cell:
 
 
 def _measured(subject: Subject, methods: list[Any]) -> Cell:
-    """Fit and score; several draws of one method give the mean, its spread, and the median time."""
+    """Fit and score; several draws of a method are summarised by mean, standard deviation and median time."""
     data, device = subject.digits.data, _device(subject)
     fits = (timed(partial(method.fit, subject.task, data), device) for method in methods)
     cells = [_scored(subject, fit.value, fit, warm=len(methods) == 1) for fit in fits]
@@ -252,7 +252,7 @@ def _measured(subject: Subject, methods: list[Any]) -> Cell:
 
 
 def _cut(subject: Subject, fit: Timed, keep: int) -> Cell:
-    found = len(fit.value.spectrum.eigenvalues)  # fewer where no more curvature is left
+    found = len(fit.value.spectrum.eigenvalues)  # fewer if no more curvature is left
     cell = _scored(subject, fit.value.distill(keep=min(keep, found)), fit)
     told = [text for text in (fit.warning, fit.unsettled if keep >= found else None) if text is not None]
     return cell | {"note": " ".join(told)} if told else cell
@@ -267,7 +267,7 @@ def _scored(subject: Subject, fitted: et.Fitted, fit: Timed, *, warm: bool = Tru
 
 
 def warm_up(fitted: et.Fitted, digits: NoisyDigits, count: int = 64) -> None:
-    """Score a few digits, so that what a process loads once is not in the time that is measured next."""
+    """Score a few digits, to keep one-time costs out of the next measurement."""
     fitted.self_influence(dataset(digits.images[:count], digits.labels[:count]))
 
 

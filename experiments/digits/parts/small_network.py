@@ -18,7 +18,7 @@ _STRIDES = (1, 2, 1, 2, 1)
 
 @dataclass(frozen=True)
 class Recipe:
-    """Adam in batches of the paper's size, then L-BFGS on all examples in float64, where 500,000 steps would end."""
+    """Adam with the paper's batch size, then L-BFGS on all examples in float64, instead of 500,000 steps."""
 
     width: int = 8
     """Channels of the five convolutions."""
@@ -27,34 +27,34 @@ class Recipe:
     epochs: int = 250
     batch_size: int = 500
     lr: float = 1e-2
-    """Of Adam, falling to a hundredth along a line."""
+    """Learning rate of Adam, decaying linearly to a hundredth."""
     num_checkpoints: int = 25
-    """Weights are kept so many times, evenly along the epochs."""
+    """Number of checkpoints, evenly spread over the epochs."""
     iterations: int = 1000
-    """Of L-BFGS, at most."""
+    """Largest number of L-BFGS iterations."""
     tolerance: float = 1e-7
-    """L-BFGS ends when no component of the gradient is larger."""
+    """L-BFGS stops when no component of the gradient is larger than this."""
 
     @property
     def penalised(self) -> dict[str, float]:
-        """The penalty as a task takes it."""
+        """The penalty in the form that a task takes."""
         return {"*.weight": self.l2}
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a training went."""
+    """The result of a training."""
 
     checkpoints: list[State]
-    """Along the epochs."""
+    """Weights along the epochs of Adam."""
     final: State
-    """In float64, after L-BFGS."""
+    """Weights after L-BFGS, in float64."""
     iterations: int
-    """L-BFGS took."""
+    """Number of L-BFGS iterations."""
 
 
 def make_network(seed: int, width: int = 8) -> nn.Sequential:
-    """Build the network with weights drawn from `seed` alone; 8 channels make 2,616 parameters."""
+    """Build the network with initial weights from `seed`; with 8 channels it has 2,616 parameters."""
     layers: list[nn.Module] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -65,19 +65,19 @@ def make_network(seed: int, width: int = 8) -> nn.Sequential:
 
 
 def objective(model: nn.Module, images: Tensor, labels: Tensor, l2: float) -> Tensor:  # ()
-    """Evaluate what is minimised: the mean loss and the penalty."""
+    """Return the training objective: mean loss plus penalty."""
     weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
     return cross_entropy(model(images), labels) + l2 / 2 * sum(w.square().sum() for w in weights)
 
 
 def gradient_norm(model: nn.Module, images: Tensor, labels: Tensor, l2: float) -> float:
-    """Return the length of the objective's gradient, zero at a minimum."""
+    """Return the norm of the objective's gradient, which is zero at a minimum."""
     gradients = torch.autograd.grad(objective(model, images, labels, l2), list(model.parameters()))
     return torch.cat([g.flatten() for g in gradients]).norm().item()
 
 
 def train(images: Tensor, labels: Tensor, recipe: Recipe, seed: int) -> Training:
-    """Train on the device the images lie on; the first weights and the order of the examples follow from the seed."""
+    """Train on the device of the images; the seed determines initial weights and the order of the examples."""
     model = make_network(seed, recipe.width).to(images.device)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=recipe.lr)
@@ -97,10 +97,10 @@ def train(images: Tensor, labels: Tensor, recipe: Recipe, seed: int) -> Training
 
 
 def trained(images: Tensor, labels: Tensor, recipe: Recipe, seed: int, cache: Path) -> Training:
-    """Return a training of noisy digits, read from the cache if it was done before.
+    """Return a training on noisy digits, from the cache if it exists.
 
     Raises:
-        NumericalError: If the weights end as something that is not finite. Nothing is kept then.
+        NumericalError: If the final weights are not finite. Nothing is cached then.
     """
     path = cache / f"{stem(recipe, len(labels), seed)}.pt"
 
@@ -115,7 +115,7 @@ def trained(images: Tensor, labels: Tensor, recipe: Recipe, seed: int, cache: Pa
 
 
 def stem(recipe: Recipe, size: int, seed: int) -> str:
-    """Name what belongs to one training in the cache."""
+    """Return the first part of the file names of one training in the cache."""
     return f"mnist_small-{size}-{seed}-" + "-".join(f"{value:g}" for value in asdict(recipe).values())
 
 

@@ -1,4 +1,4 @@
-"""CIFAR-10 for the experiments: shards of numpy files, the public archive, or digits in its place at toy size."""
+"""CIFAR-10 for the experiments: from shards of NumPy files, the public archive, or replaced by digits at toy size."""
 
 import argparse
 import pickle
@@ -29,7 +29,7 @@ _HUMAN = "cifar10n_labels_00000_14999.npz"
 
 @dataclass(frozen=True)
 class Images:
-    """Images of ten classes, normalised, to train on and to test with."""
+    """Normalised images of ten classes, for training and testing."""
 
     title: str
     train: Tensor  # (N, 3, 32, 32)
@@ -39,7 +39,7 @@ class Images:
     test_labels: Tensor
 
     def first(self, num_train: int, num_test: int) -> "Images":
-        """Keep the first so many."""
+        """Return the first images only."""
         human = None if self.human is None else self.human[:num_train]
         train, labels = self.train[:num_train], self.labels[:num_train]
         return replace(
@@ -52,17 +52,17 @@ class Images:
         )
 
     def every(self, stride: int) -> "Images":
-        """Keep every so many pixels, across and down."""
+        """Return images with every n-th pixel in both dimensions."""
         return replace(self, train=self.train[..., ::stride, ::stride], test=self.test[..., ::stride, ::stride])
 
     def to(self, device: torch.device) -> "Images":
-        """Move everything to a device."""
+        """Move all tensors to a device."""
         human = None if self.human is None else self.human.to(device)
         tensors = {name: getattr(self, name).to(device) for name in ("train", "labels", "test", "test_labels")}
         return replace(self, human=human, **tensors)
 
     def human_labels(self) -> Tensor:
-        """Return the labels of people.
+        """Return the human labels.
 
         Raises:
             InputError: If the data came without them.
@@ -78,7 +78,7 @@ class Images:
 def needed(
     has_human: Callable[[argparse.Namespace, str], bool], others: Mapping[str, Sequence[Wanted]] | None = None
 ) -> Needed:
-    """Say which files an experiment reads: images, and people's labels where they are asked for.
+    """Return the files that an experiment reads: images, and human labels if requested.
 
     Args:
         has_human: Tells whether a part reads people's labels, with the settings of the command line.
@@ -95,7 +95,7 @@ def needed(
 
 
 def load(session: Session, num_train: int, num_test: int) -> Images:
-    """Read what an experiment asks for, onto its device; embedded digits with --small where no folder is given."""
+    """Read the images of an experiment to its device; embedded digits with --small without a folder."""
     if session.small and session.settings.data is None:
         images = digits()
     else:
@@ -104,7 +104,7 @@ def load(session: Session, num_train: int, num_test: int) -> Images:
 
 
 def read(folder: Path, *, download: bool = False) -> Images:
-    """Read shards if there are any, otherwise the public archive.
+    """Read shards if they exist, otherwise the public archive.
 
     Raises:
         InputError: If the folder has neither and nothing is to be downloaded.
@@ -121,7 +121,7 @@ def read(folder: Path, *, download: bool = False) -> Images:
 
 
 def digits() -> Images:
-    """Embedded digits with a black rim and three equal colours; a third of the labels changed stands for people's."""
+    """Embedded digits with a black border and three equal colours; "human" labels have a third changed."""
     found = load_digits()
     train, test = (F.pad(x, (2, 2, 2, 2)).expand(-1, 3, -1, -1) for x in (found.train_images, found.test_images))
     changed = relabel(found.train_labels, 1 / 3, NUM_CLASSES, torch.Generator().manual_seed(0)).labels
@@ -156,7 +156,7 @@ def _batch(archive: tarfile.TarFile, name: str) -> tuple[Tensor, Tensor]:
 
 
 class _Arrays(pickle.Unpickler):
-    """Reads pickled arrays and nothing that could run code."""
+    """An unpickler restricted to arrays, so that no code is executed."""
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = {"_reconstruct": np.empty(0).__reduce__()[0], "ndarray": np.ndarray, "dtype": np.dtype}

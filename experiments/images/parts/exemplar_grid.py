@@ -7,7 +7,7 @@ from harness.plot import BLUE, GREEN, VERMILION, Sheet
 
 _SIDE, _STEP, _LINE = 52, 66, 72
 _LABELS = 92
-"""Room for what is written to the left of a row."""
+"""Width of the labels to the left of a row."""
 
 
 def ranked_svg(title: str, cells: Mapping[str, Cell], classes: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Numbers beside the pictures: shares by decile, random rows of a band, and what kind of examples answer a query."""
+"""Numbers to the images: shares by decile, random rows of a band, statistics of proponents and opponents."""
 
 import numpy as np
 import torch
@@ -8,11 +8,11 @@ from eigentrace.runs.explain import Explanation
 from harness.measure import Cell
 
 BANDS = {"90–100%": (0.9, 1.0), "40–60%": (0.4, 0.6), "0–10%": (0.0, 0.1)}
-"""Which quantiles the paper shows, the highest first."""
+"""The quantiles that the paper shows, highest first."""
 
 
 def deciles(values: np.ndarray, is_so: np.ndarray) -> list[float]:  # (N,), (N,) bool
-    """Return the share of examples that are so in each tenth of a ranking, the lowest values first.
+    """Return the share of flagged examples in each tenth of a ranking, lowest values first.
 
     >>> deciles(np.arange(20), np.arange(20) >= 17)
     [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.5, 1.0]
@@ -22,7 +22,7 @@ def deciles(values: np.ndarray, is_so: np.ndarray) -> list[float]:  # (N,), (N,)
 
 
 def bands(values: np.ndarray, across: int, seed: int) -> dict[str, list[tuple[int, float]]]:
-    """Draw rows at random from the top, the middle (twice as many) and the bottom; each with its quantile."""
+    """Sample rows from the top, the middle (twice as many) and the bottom, each with its quantile."""
     generator = np.random.default_rng(seed)
     order = np.argsort(values, kind="stable")
     last = len(values) - 1
@@ -37,7 +37,7 @@ def bands(values: np.ndarray, across: int, seed: int) -> dict[str, list[tuple[in
 
 @torch.no_grad()
 def predicted_right(model: nn.Module, inputs: Tensor, labels: Tensor) -> np.ndarray:  # (N,) bool
-    """Tell which examples the network predicts as they are labelled."""
+    """Return for which examples the prediction is the label."""
     parts = zip(inputs.split(1000), labels.split(1000), strict=True)
     return torch.cat([model(x).argmax(dim=1) == y for x, y in parts]).cpu().numpy()
 
@@ -45,14 +45,14 @@ def predicted_right(model: nn.Module, inputs: Tensor, labels: Tensor) -> np.ndar
 def answers(
     found: Explanation, queries: np.ndarray, labels: np.ndarray, norms: np.ndarray, is_candidate: np.ndarray
 ) -> Cell:
-    """Describe the answers to queries that are rows of the run.
+    """Summarise the explanations of queries that are rows of the run.
 
     Args:
-        found: The answers, the queries not excluded from them.
-        queries: Rows, (Q,).
-        labels: Of all rows.
+        found: The explanations, from which the queries are not excluded.
+        queries: Rows of the queries, (Q,).
+        labels: Labels of all rows.
         norms: Gradient norms of all rows.
-        is_candidate: (Q,), whether the query passed the filter of labels itself.
+        is_candidate: (Q,), whether the query itself passed the filter of labels.
 
     Returns:
         Of the others, without the query itself: the share with its label, how many different ones there are for each

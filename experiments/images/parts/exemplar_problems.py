@@ -1,4 +1,4 @@
-"""Pictures, a network trained on them, and how they are drawn: CIFAR-10, and photos of ImageNet."""
+"""Images with a network trained on them, and their rendering: CIFAR-10, and photos of ImageNet."""
 
 import io
 from base64 import b64encode
@@ -24,22 +24,22 @@ from experiments.shared.kept import kept, name_of
 PHOTOS = "imagenette224_jpeg.npz"
 CIFAR_CLASSES = ("plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PHOTO_CLASSES = ("tench", "springer", "cassette", "chainsaw", "church", "horn", "truck", "pump", "golf", "chute")
-"""Short, so that they fit below a picture."""
+"""Short class names, which fit below an image."""
 _DECODED, _THUMBNAIL = 96, 64
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Training pictures with the network that was trained on them."""
+    """Training images with the network trained on them."""
 
     title: str
     model: nn.Module
     inputs: Tensor  # (N, 3, h, w)
     labels: Tensor  # (N,), as given
-    is_bad: Tensor  # (N,) bool: labels that are known or likely to be wrong
+    is_bad: Tensor  # (N,) bool: whether the label is known or likely to be wrong
     classes: tuple[str, ...]
     uri: Callable[[int], str]
-    """Writes the picture of a row as a data URI."""
+    """Returns the image of a row as a data URI."""
     settings: dict[str, Any]
     facts: dict[str, Any]
 
@@ -48,7 +48,7 @@ class Pictures:
 
 
 def cifar(session: Session, *, noisy: bool) -> Pictures:
-    """CIFAR-10 with published labels, or with those of the worst of three people."""
+    """CIFAR-10 with published labels, or with the "worst" human labels."""
     small = session.small
     images = load(session, 300 if small else 15_000, 200 if small else 5_000)
     labels = images.human_labels() if noisy else images.labels
@@ -81,20 +81,20 @@ def cifar(session: Session, *, noisy: bool) -> Pictures:
 
 
 def pixels(images: Tensor, row: int) -> np.ndarray:  # (N, 3, h, w) -> (h, w, 3) uint8
-    """Undo the normalisation of an image: each colour of the whole set goes from black to full."""
+    """Undo the normalisation of an image, scaling each colour of the whole dataset to the full range."""
     low, high = images.amin(dim=(0, 2, 3)), images.amax(dim=(0, 2, 3))
     shares = (images[row] - low[:, None, None]) / (high - low)[:, None, None]
     return (255 * shares).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).cpu().numpy()
 
 
 def as_uri(image: np.ndarray) -> str:  # (h, w, 3) uint8
-    """Write pixels as a PNG that stands in a page."""
+    """Return pixels as a PNG data URI."""
     return "data:image/png;base64," + b64encode(encode_png(image)).decode()
 
 
 @dataclass(frozen=True)
 class Photos:
-    """Photos as read."""
+    """Photos and their labels as read from the file."""
 
     images: Tensor  # (N, 3, h, w), centred
     labels: Tensor
@@ -105,7 +105,7 @@ class Photos:
 
 
 def photo_pictures(session: Session) -> Pictures:
-    """Photos of ten classes of ImageNet, 25 of each to train on; digits in their place with --small and no folder."""
+    """Photos of ten classes of ImageNet, 25 of each for training; digits instead with --small without a folder."""
     small = session.small
     found = _digits() if small and session.settings.data is None else read_photos(session.data("The set of photos"))
     is_val = found.is_val
@@ -139,7 +139,7 @@ def read_photos(folder: Path) -> Photos:
     """Decode the photos.
 
     Raises:
-        InputError: If the file is not there, or Pillow is not installed.
+        InputError: If the file is missing, or Pillow is not installed.
     """
     path = folder / PHOTOS
     if not path.exists():
@@ -172,7 +172,7 @@ def _pillow() -> Any:
 
 
 def _digits() -> Photos:
-    """Take 25 and 6 digits of each class, 20 of the former relabeled."""
+    """Take 25 training and 6 test digits of each class, 20 of the former relabeled."""
     found = digits()
     chosen = torch.cat([(found.labels == digit).nonzero()[:31, 0] for digit in range(10)])
     is_val = torch.arange(len(chosen)) % 31 >= 25

@@ -1,4 +1,4 @@
-"""Networks trained on labels of which some are wrong: embedded digits, and CIFAR-10 with labels that people gave."""
+"""Networks trained with some wrong labels: embedded digits, and CIFAR-10 with human labels."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ _COLUMNS = {"aggre": "aggre_label", "worse": "worse_label"} | {f"random{k}": f"r
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a network is trained."""
+    """The hyperparameters of a training."""
 
     epochs: int
     batch_size: int
@@ -30,19 +30,19 @@ class Recipe:
     augment: bool = False
     """Random flips and shifts by up to four pixels."""
     cosine: bool = False
-    """Warm up for a tenth of the steps, then let the step size fall to zero along a cosine; constant otherwise."""
+    """Warm up for a tenth of the steps, then decay the learning rate to zero along a cosine; constant otherwise."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Examples, their given labels, which of these are wrong, and how to train on them."""
+    """Examples with given labels, which of these are wrong, and how to train on them."""
 
     title: str
     inputs: Tensor
     labels: Tensor  # (N,)
     is_wrong: Tensor  # (N,) bool
     test_inputs: Tensor
-    test_labels: Tensor  # true ones
+    test_labels: Tensor  # true labels
     network: Callable[[], nn.Module]
     recipe: Recipe
 
@@ -51,7 +51,7 @@ class Problem:
 
     @property
     def device(self) -> torch.device:
-        """Where everything lies."""
+        """The device of all tensors."""
         return self.inputs.device
 
 
@@ -76,7 +76,7 @@ def digits(seed: int, *, small: bool) -> Problem:
 
 @dataclass(frozen=True)
 class Size:
-    """How much of CIFAR-10, and how large and long a training."""
+    """Sizes of CIFAR-10, network and training."""
 
     examples: int = 15_000
     width: int = 48
@@ -116,7 +116,7 @@ def _note(size: Size) -> str:
 
 
 def partial_to(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function that moves tensors, images in the layout that convolutions are fastest in."""
+    """Return a function that moves tensors to a device, images in the fastest layout for convolutions."""
 
     def move(tensor: Tensor) -> Tensor:
         if tensor.ndim == 4 and device.type == "cuda":
@@ -127,7 +127,7 @@ def partial_to(device: torch.device) -> Callable[[Tensor], Tensor]:
 
 
 class Residual(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Three stages of one residual block each: eight layers of weights, 691,258 parameters at width 48."""
+    """Three stages of one residual block each: eight weight layers, 691,258 parameters at width 48."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def train(
     seed: int,
     on_epoch: Callable[[nn.Module, int], None] = lambda model, epoch: None,
 ) -> nn.Module:
-    """Train on some rows; everything random follows from the seed. `on_epoch` sees the model after each epoch."""
+    """Train on some rows, with all randomness from the seed. `on_epoch` is called with the model after each epoch."""
     recipe, device = problem.recipe, problem.device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -207,7 +207,7 @@ def _schedule(recipe: Recipe, steps: int) -> Callable[[int], float]:
 
 
 def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Flip each image with even chances, and shift it by up to four pixels both ways."""
+    """Flip each image with probability 1/2, and shift it by up to four pixels in both dimensions."""
     size, side = len(images), images.shape[-1]
     flip = torch.rand(size, generator=generator, device=images.device) < 0.5
     images = torch.where(flip[:, None, None, None], images.flip(-1), images)
@@ -221,14 +221,14 @@ def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def losses(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:  # (N,)
-    """Evaluate the loss of each example."""
+    """Return the loss of each example."""
     parts = zip(inputs.split(_EVAL_BATCH), labels.split(_EVAL_BATCH), strict=True)
     return torch.cat([F.cross_entropy(model(x).float(), y, reduction="none") for x, y in parts])
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
-    """Return the share of examples whose most likely class is the label."""
+    """Return the share of examples whose predicted class is the label."""
     hits = [
         (model(x).argmax(1) == y) for x, y in zip(inputs.split(_EVAL_BATCH), labels.split(_EVAL_BATCH), strict=True)
     ]
@@ -236,7 +236,7 @@ def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
 
 
 def cross_validated(problem: Problem, folds: int, seed: int) -> Tensor:  # (N,)
-    """Evaluate each example's loss by a network trained without its fold."""
+    """Return each example's loss under a network trained without its fold."""
     order = torch.randperm(len(problem), generator=torch.Generator().manual_seed(seed))
     found = torch.empty(len(problem), device=problem.device)
     for number, left_out in enumerate(order.chunk(folds)):
@@ -249,5 +249,5 @@ def cross_validated(problem: Problem, folds: int, seed: int) -> Tensor:  # (N,)
 
 
 def copied(model: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of the model's state on the host."""
+    """Return a copy of the model's state on the CPU."""
     return {name: value.cpu().contiguous() for name, value in copy.deepcopy(model.state_dict()).items()}

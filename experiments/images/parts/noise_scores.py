@@ -1,4 +1,4 @@
-"""What is compared on memorised noise: the product's scores, and variants that were tried beside them."""
+"""The scores that are compared on memorised noise: those of eigentrace, and experimental variants."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from eigentrace.methods.label_agreement import margins
 from eigentrace.projection import Job, gradients
 from experiments.images.parts.noise_problems import Problem, cross_validated, losses
 
-# Shares of the mean square length, from strong to weak.
+# Ridges, as shares of the mean squared norm, from strong to weak.
 RIDGES = (1e-1, 1e-2, 1e-3, 1e-4)
-# Relative sizes of the noise that is added to the weights.
+# Relative standard deviations of the noise added to weights.
 WEIGHT_NOISE = (0.1, 0.2, 0.3, 0.5)
 _DRAWS = 16
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A network at the end of its training, and what was kept on the way."""
+    """A trained network with the checkpoints of its training."""
 
     problem: Problem
     model: nn.Module
@@ -46,7 +46,7 @@ Scores = Iterator[tuple[str, Callable[[], Tensor]]]
 
 
 def from_checkpoints(trained: Trained) -> Scores:
-    """Scores that need more than the final checkpoint."""
+    """Scores that need several checkpoints."""
     values = trained.history.values
     epochs = len(values)
     spread = sorted({round(epochs ** (k / 9)) for k in range(10)})  # 1, 2, 3, 5, 8, …: dense where learning is fast
@@ -59,12 +59,12 @@ def from_checkpoints(trained: Trained) -> Scores:
 
 
 def from_folds(trained: Trained) -> Scores:
-    """The score that trains again: each example's loss by a network that has not seen it."""
+    """The score that needs other trainings: each example's loss under a network not trained on it."""
     yield "5-fold cross-validated loss", lambda: cross_validated(trained.problem, 5, trained.seed)
 
 
 def from_one_checkpoint(trained: Trained) -> Scores:
-    """Scores of the final checkpoint alone."""
+    """Scores of the final checkpoint only."""
     steps, keep = (30, 10) if trained.small else (120, 50)
     rows = 16 if trained.small else 64
     arnoldi = et.Arnoldi(steps, keep, sample=2048)
@@ -87,7 +87,7 @@ def from_one_checkpoint(trained: Trained) -> Scores:
 
 
 def dense_variants(trained: Trained) -> Scores:
-    """Variants from all products between unit margin gradients, and regressions on inputs and activations."""
+    """Variants based on the Gram matrix of unit margin gradients, and regressions on inputs and activations."""
     kernel = _Lazy(lambda: _margin_products(trained))
     yield "support, dense check", lambda: -(kernel().sum(dim=1) - 1)
     yield "support within the class", lambda: _support_within(kernel(), trained.problem.labels)
@@ -103,7 +103,7 @@ def dense_variants(trained: Trained) -> Scores:
 
 
 class _Lazy:
-    """Something several scores share, made for the first of them."""
+    """A value shared by several scores, computed on first use."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make, self.made = make, None
@@ -118,7 +118,7 @@ def _margin_products(trained: Trained) -> Tensor:  # (N, N)
     task = et.classification(trained.model)
     with task.session():
         job = Job(task, lambda values, batch: margins(task, values, batch), Job.of(task, "losses").directions)
-        # One place for all: pieces put together at the end would need the memory twice.
+        # Preallocated: concatenating pieces at the end would need twice the memory.
         phi = torch.empty(len(trained.problem), task.layout.numel, device=task.layout.device)
         start = 0
         for part in gradients(job, trained.data):
@@ -144,13 +144,13 @@ def _whitened(kernel: Tensor, ridge: float) -> Tensor:
 
 
 def _left_out(kernel: Tensor, ridge: float) -> Tensor:
-    """The same regression with the example itself left out: 1 less its prediction."""
+    """The same regression without the example itself: 1 minus its prediction."""
     inverse = torch.linalg.inv(_ridged(kernel, ridge))
     return inverse.sum(dim=1) / inverse.diagonal()
 
 
 def _label_ridge(kernel: Tensor, labels: Tensor, ridge: float = 1e-3) -> Tensor:
-    """Regress one-hot labels, example left out: the best other class less the given one."""
+    """Leave-one-out regression of one-hot labels: the best other class minus the given one."""
     own = F.one_hot(labels).bool()
     targets = own.double() - own.double().mean()
     inverse = torch.linalg.inv(_ridged(kernel, ridge))
@@ -176,7 +176,7 @@ def _last_activations(trained: Trained) -> Tensor:
 
 
 def _under_changed_inputs(trained: Trained) -> Tensor:
-    """Average the final loss over random changes of the inputs: what was memorised is fragile."""
+    """Average the final loss over random changes of the inputs, to which memorised examples are sensitive."""
     if trained.problem.inputs.ndim == 4:
         return trained.score(et.AugmentedLoss(draws=_DRAWS, seed=trained.seed))
 
@@ -188,7 +188,7 @@ def _under_changed_inputs(trained: Trained) -> Tensor:
 
 
 def _under_weight_noise(trained: Trained, size: float) -> Tensor:
-    """Average 1 − probability over weights with Gaussian noise, a share of each tensor's root mean square."""
+    """Average 1 − probability over weights with Gaussian noise, relative to each tensor's root mean square."""
     problem, model = trained.problem, trained.model
     generator = torch.Generator(problem.device).manual_seed(trained.seed)
 
@@ -204,7 +204,7 @@ def _under_weight_noise(trained: Trained, size: float) -> Tensor:
 
 
 class _Called(nn.Module):
-    """A model at other values of its parameters."""
+    """A model called with other values of its parameters."""
 
     def __init__(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A residual network for a few hundred photos, and a training that changes every photo each time it is seen."""
+"""A residual network for a few hundred photos, and its training with augmentation."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from experiments.images.parts.noise_problems import ResNet
 
 @dataclass(frozen=True)
 class Recipe:
-    """Size and training: momentum, and a step size that falls to zero along a cosine."""
+    """Size and training: SGD with momentum, and a learning rate that decays to zero along a cosine."""
 
     width: int = 32
     epochs: int = 150
@@ -20,14 +20,14 @@ class Recipe:
     lr: float = 0.05
     weight_decay: float = 5e-4
     side: int = 64
-    """Pixels that the network sees."""
+    """Size of the network's input in pixels."""
     least_area: float = 0.25
-    """A crop keeps at least this share of the photo."""
+    """Smallest share of the photo in a crop."""
     seed: int = 0
 
 
 def train_photos(model: ResNet, photos: Tensor, labels: Tensor, recipe: Recipe) -> None:  # (N, 3, h, w), (N,)
-    """Train in place, on the device the photos lie on; everything random follows from the recipe's seed."""
+    """Train in place on the device of the photos, with all randomness from the recipe's seed."""
     generator = torch.Generator(photos.device).manual_seed(recipe.seed)
     optimizer = torch.optim.SGD(model.parameters(), recipe.lr, 0.9, weight_decay=recipe.weight_decay, nesterov=True)
     model.train()
@@ -45,19 +45,19 @@ def train_photos(model: ResNet, photos: Tensor, labels: Tensor, recipe: Recipe) 
 
 
 def make_network(recipe: Recipe) -> ResNet:
-    """Build the network, the global random state left as found."""
+    """Build the network without changing the global random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         return ResNet(recipe.width)
 
 
 def seen(photos: Tensor, side: int) -> Tensor:  # (N, 3, h, w) -> (N, 3, side, side)
-    """Return photos as the network sees them outside of training: whole."""
+    """Return photos as used in evaluation: resized, not cropped."""
     return F.interpolate(photos, (side, side), mode="bilinear", antialias=True, align_corners=False)
 
 
 def changed(photos: Tensor, recipe: Recipe, generator: torch.Generator) -> Tensor:  # (B, 3, h, w) -> (B, 3, side, side)
-    """Crop, stretch and mirror each photo, and change its brightness and contrast, all at random."""
+    """Crop, stretch and mirror each photo, and change its brightness and contrast, at random."""
     count = len(photos)
 
     def draw(low: float, high: float) -> Tensor:  # (B,)

@@ -1,4 +1,4 @@
-"""A residual network of eight layers and how it is trained in a few seconds of a GPU."""
+"""A residual network of eight layers, and its training in a few seconds on a GPU."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from experiments.images.parts.noise_problems import Recipe as Training
 
 @dataclass(frozen=True)
 class Recipe:
-    """Size and training: momentum, a tenth of the steps to warm up, then a cosine to zero."""
+    """Size and training: SGD with momentum, warm-up for a tenth of the steps, then a cosine to zero."""
 
     width: int = 32
     epochs: int = 20
     batch_size: int = 750
-    """Divides what is left of 15,000 images by every share that is dropped, so that all batches are of one size."""
+    """Batch size; it divides the number of images left of 15,000 for every dropped share."""
     lr: float = 0.3
     weight_decay: float = 5e-4
     augment: bool = True
@@ -24,9 +24,9 @@ class Recipe:
 
 
 def train_resnet(images: Tensor, labels: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> nn.Module:
-    """Train on some rows, in bfloat16 and channels last on a GPU; everything random follows from the seed.
+    """Train on some rows, in bfloat16 and channels last on a GPU, with all randomness from the seed.
 
-    The trainer is that of the experiment on memorised noise: networks of all experiments with CIFAR-10 are alike.
+    The training loop is that of the experiment on memorised noise.
     """
     training = Training(
         recipe.epochs, recipe.batch_size, recipe.lr, recipe.weight_decay, augment=recipe.augment, cosine=True

@@ -1,4 +1,4 @@
-"""A small vision transformer and how it is trained from nothing on small images."""
+"""A small vision transformer, and its training from scratch on small images."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from harness.models import ViT
 
 @dataclass(frozen=True)
 class Recipe:
-    """Size and training: AdamW, a tenth of the steps to warm up, then a cosine to zero."""
+    """Size and training: AdamW, warm-up for a tenth of the steps, then a cosine to zero."""
 
     width: int = 128
     depth: int = 6
@@ -29,7 +29,7 @@ class Recipe:
 
 
 def make_vit(recipe: Recipe, device: torch.device, seed: int) -> nn.Module:
-    """Draw the first weights: 1,205,898 of them at the default size."""
+    """Build the network with random weights; the default size has 1,205,898 parameters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = ViT(recipe.width, recipe.depth, recipe.heads, image=32, patch=recipe.patch, classes=NUM_CLASSES)
@@ -37,7 +37,7 @@ def make_vit(recipe: Recipe, device: torch.device, seed: int) -> nn.Module:
 
 
 def train_vit(model: nn.Module, images: Tensor, labels: Tensor, recipe: Recipe, seed: int) -> None:
-    """Train in place, on the device that everything lies on; the order and the augmentation follow from the seed."""
+    """Train in place on the device of the images; the seed determines order and augmentation."""
     device = images.device
     generator = torch.Generator(device).manual_seed(seed)
     optimizer = torch.optim.AdamW(
