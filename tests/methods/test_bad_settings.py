@@ -185,7 +185,7 @@ def test_gradient_method_refuses(gradients, ask, lacking):
 def test_solving_method_refuses(lissa, tmp_path):
     with refused(UnsupportedError, "Lissa", "directions"):
         lissa.features(examples())
-    with refused(UnsupportedError, "Lissa"):
+    with refused(UnsupportedError, "Lissa", "save"):
         lissa.save(tmp_path / "fit")
     with refused(UnsupportedError, "Lissa", "spectrum"):
         _ = lissa.spectrum
@@ -199,7 +199,7 @@ def test_loss_refuses(tmp_path):
     fitted = fit(method=et.Loss())
     asked = {
         "directions": lambda: fitted.features(examples()),
-        "caches": lambda: fitted.save(tmp_path / "fit"),
+        "save": lambda: fitted.save(tmp_path / "fit"),
         "normalize='gradient'": lambda: fitted.self_influence(examples(), normalize="gradient"),
         "pairs": lambda: fitted.influence(examples(), examples()),
         "unit='nats'": lambda: fitted.self_influence(examples(), unit="nats"),
