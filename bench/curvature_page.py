@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from harness.places import save_page
+from harness.places import data_file, save_page
 from harness.record import Notes, Record, heading, judged, memory, millions, read, runs_of, shown, stem, table
 
 KINDS, PRECISIONS, MODES = ("hessian", "gauss-newton"), ("fp32", "bf16"), ("eager", "compiled")
@@ -28,7 +28,7 @@ def render(out: Path, small: bool) -> None:
     name = stem("curvature", small=small)
     command = "python -m bench.curvature" + (" --small" if small else "")
     lines = heading("Curvature products and fits" + (", small models" if small else ""), command, name)
-    for machine, models in read(out / f"{name}.json").items():
+    for machine, models in read(data_file(out, name)).items():
         has_goal = not small and not machine.startswith("CPU")
         lines += ["", f"## {machine}", *_machine(models, has_goal), "", *runs_of(models)]
     save_page(out, name, lines)

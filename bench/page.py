@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.places import save_page
+from harness.places import data_file, save_page
 from harness.record import Record, heading, read, runs_of, stem
 
 
@@ -14,6 +14,6 @@ def write_page(
     name = stem(bench, small=small)
     command = f"python -m bench.{bench}" + (" --small" if small else "")
     lines = [*heading(title + (", small" if small else ""), command, name), "", about]
-    for described_as, problems in read(out / f"{name}.json").items():
+    for described_as, problems in read(data_file(out, name)).items():
         lines += ["", f"## {described_as}", *machine(problems), "", *runs_of(problems)]
     save_page(out, name, lines)

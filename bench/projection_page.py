@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.measure import Cell
-from harness.places import figure_link, save_figure, save_page
+from harness.places import data_file, figure_link, save_figure, save_page
 from harness.plot import Curve, can_draw, curves_svg, undrawn
 from harness.record import Notes, Record, heading, judged, memory, millions, read, runs_of, shown, stem, table
 
@@ -69,7 +69,7 @@ class Row:
 def render(out: Path, small: bool) -> None:
     """Write the tables and the plot from the JSON."""
     name = stem("projection", small=small)
-    results = read(out / f"{name}.json")
+    results = read(data_file(out, name))
     command = "python -m bench.projection" + (" --small" if small else "")
     lines = heading("Projecting per-example gradients" + (", small models" if small else ""), command, name)
     picture = f"![Examples per second against K]({figure_link(name)})" if can_draw() else undrawn(command)

@@ -1,4 +1,4 @@
-"""One page with every experiment of the paper: what the full sizes showed, from the results that are there.
+"""Render one page that summarises every experiment of the paper from the existing results.
 
 python -m experiments.paper    # after an experiment ran, or its verdict was written: writes docs/results/paper.md
 """
@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from experiments.shared.frame import Experiment, shown_on
+from harness.places import data_file
 from harness.record import read
 
 NAMES = (
@@ -38,11 +39,11 @@ def experiments() -> list[Experiment]:
 
 
 def page(out: Path) -> str:
-    """Write the page from the results in a folder."""
+    """Render the page from the results in a folder."""
     lines = [INTRODUCTION, *(["", *glance] if (glance := _glance(out)) else [])]
     for experiment in experiments():
         lines += ["", f"## {experiment.title}", ""]
-        results = read(out / f"{experiment.name}.json")
+        results = read(data_file(out, experiment.name))
         command = f"`{experiment.command}`"
         if not results:
             lines.append(f"Not run at full size yet: {command}.")
@@ -55,14 +56,14 @@ def page(out: Path) -> str:
 
 
 def _glance(out: Path) -> list[str]:
-    """Say of every experiment that ran what the paper reports, and whether it was seen."""
-    ran = [experiment for experiment in experiments() if experiment.seen and read(out / f"{experiment.name}.json")]
+    """List, for every experiment that ran, the paper's finding and whether it was reproduced."""
+    ran = [experiment for experiment in experiments() if experiment.seen and read(data_file(out, experiment.name))]
     lines = [f"- [{experiment.title}](#{_anchor(experiment.title)}). {experiment.seen}" for experiment in ran]
     return ["What the paper reports, and whether it is seen here:", "", *lines] if lines else []
 
 
 def _anchor(title: str) -> str:
-    """Return what a heading is called in a link, by GitHub's rule."""
+    """Return the anchor of a heading, by GitHub's rule."""
     return "".join(sign for sign in title.lower().replace(" ", "-") if sign.isalnum() or sign in "-_")
 
 

@@ -12,6 +12,7 @@ import torch
 import eigentrace
 from harness.measure import Run
 from harness.merging import take_over
+from harness.places import check_layout, data_file, page_file
 from harness.record import read, stem, taking_turns
 from harness.refusal import check_place
 from harness.screen import shown_tables
@@ -51,8 +52,10 @@ def carried_out(
     Returns:
         The number of failures, capped at the largest exit code.
     """
-    path = settings.out / f"{stem(name, small=settings.small)}.json"
+    page = stem(name, small=settings.small)
+    path = data_file(settings.out, page)
     check_place(settings.out)
+    check_layout(settings.out, page, settings.merge or ())
     if settings.merge:
         take_over(path, settings.merge, name, render, small=settings.small, replace=settings.replace)
     before = read(path)
@@ -60,16 +63,16 @@ def carried_out(
         failures = 0 if settings.merge or settings.render else measure(path)
     except BaseException:
         if read(path) != before:  # also render what was measured before an interruption
-            _rendered(settings, render)
+            _rendered(path, settings, render)
         raise
-    _rendered(settings, render)
+    _rendered(path, settings, render)
     if not settings.no_tables:
-        say("\n".join(["", *shown_tables(path.with_suffix(".md"), path)]))
+        say("\n".join(["", *shown_tables(page_file(settings.out, page), path)]))
     return min(failures, _MOST_FAILURES)
 
 
-def _rendered(settings: argparse.Namespace, render: Callable[[Path, bool], None]) -> None:
-    with taking_turns(settings.out):
+def _rendered(path: Path, settings: argparse.Namespace, render: Callable[[Path, bool], None]) -> None:
+    with taking_turns(path.parent):
         render(settings.out, settings.small)
 
 

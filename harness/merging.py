@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.places import data_file
 from harness.record import Results, check_settings, merged, read, stem, taking_turns, write
 from harness.refusal import refuse
 
@@ -39,7 +40,7 @@ def take_over(
             if not replace:
                 check_settings(path, results, new, f"{file} has")
             results = merged(results, new)
-            _try_page(file, path.name, results, render, small=small)
+            _try_page(file, path.stem, results, render, small=small)
         write(path, results)
 
 
@@ -108,7 +109,7 @@ def _of_another(results: Results, name: str, *, small: bool) -> str:
 def _try_page(file: Path, name: str, results: Results, render: Callable[[Path, bool], None], *, small: bool) -> None:
     """Render the page to a temporary folder, since only the page knows which numbers it needs."""
     with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder) / name, results)
+        write(data_file(Path(folder), name), results)
         try:
             render(Path(folder), small)
         except Exception as error:  # rendering incomplete results may raise any exception

@@ -15,10 +15,14 @@ from typing import Any
 from eigentrace.disk.atomic import replacing
 from harness.measure import Cell, Run, described
 from harness.models import MODELS
+from harness.places import data_link
 from harness.refusal import differences, refuse
 
 Record = dict[str, Any]
 Results = dict[str, dict[str, Record]]
+
+_LONGEST_LINE = 600
+"""Letters of a record in a file that is not broken into lines for its parts."""
 
 
 def stem(name: str, *, small: bool) -> str:
@@ -41,9 +45,47 @@ def write(path: Path, results: Results) -> None:
         machine: dict(sorted(models.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
         for machine, models in sorted(results.items())
     }
+    save(path, ordered)
+
+
+def save(path: Path, results: Any) -> None:
+    """Write results as JSON that is there as a whole or not at all, with a line for each record of numbers.
+
+    A record or list without records in it takes one line unless that would be long, and single values that follow each
+    other share lines.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        unfinished.write_text(_lines_of(json.loads(json.dumps(results))) + "\n", encoding="utf-8")
+
+
+def _lines_of(value: Any, indent: str = "") -> str:
+    line = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, dict | list) or not value or (len(line) <= _LONGEST_LINE and not _has_records(value)):
+        return line
+    inner = indent + " "
+    if isinstance(value, list):
+        begin, items, end = "[", [(_lines_of(item, inner), item) for item in value], "]"
+    else:
+        named = [(json.dumps(name, ensure_ascii=False), item) for name, item in value.items()]
+        begin, items, end = "{", [(f"{name}: {_lines_of(item, inner)}", item) for name, item in named], "}"
+    lines: list[str] = []
+    joins = False
+    for text, item in items:
+        is_plain = not isinstance(item, dict | list)
+        if joins and is_plain and len(lines[-1]) + len(text) < _LONGEST_LINE:
+            lines[-1] += f", {text}"  # single values that follow each other share lines
+        else:
+            lines.append(text)
+        joins = is_plain
+    return f"{begin}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{end}"
+
+
+def _has_records(value: dict[str, Any] | list[Any]) -> bool:
+    inside = value.values() if isinstance(value, dict) else value
+    return any(
+        (isinstance(item, dict) and item != {}) or (isinstance(item, list) and _has_records(item)) for item in inside
+    )
 
 
 def merged(old: Results, new: Results) -> Results:
@@ -228,12 +270,12 @@ def _today(command: str, module: str) -> str:
 def heading(title: str, command: str, name: str) -> list[str]:
     """Return the first lines of a generated page."""
     return [
-        f"<!-- Generated from {name}.json by `{command} --render`: edits here are lost. -->",
+        f"<!-- Generated from {data_link(name)} by `{command} --render`: edits here are lost. -->",
         "",
         f"# {title}",
         "",
-        f"Generated from [{name}.json]({name}.json) by `{command} --render`. What the numbers say, and what stands "
-        "behind the goals that are missed, is on [the page of results](README.md).",
+        f"Generated from [{name}.json]({data_link(name)}) by `{command} --render`. What the numbers say, and what "
+        "stands behind the goals that are missed, is on [the page of results](README.md).",
     ]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from bench.peers.method import METHODS
 from bench.peers.problems import PROBLEMS
 from harness.measure import Cell
-from harness.places import save_page
+from harness.places import data_file, save_page
 from harness.record import Notes, Record, heading, judged, millions, read, runs_of, shown, stem, table
 
 FIT_GOAL, SCORE_GOAL = 1.0, 5.0
@@ -28,7 +28,7 @@ def render(out: Path, small: bool) -> None:
     lines = heading("Side by side with the peers" + (", small" if small else ""), command, name)
     lines += ["", "Settings, and why these: [peers.md](../peers.md). Seconds are the processor's, on one thread;"]
     lines += ["LDS, AUC and AP in percent, of the best of the settings tried. Not comparable between machines."]
-    for machine, problems in read(out / f"{name}.json").items():
+    for machine, problems in read(data_file(out, name)).items():
         lines += ["", f"## {machine}"]
         for problem in sorted(problems, key=_place):
             lines += ["", *_problem(problem, problems[problem], small)]

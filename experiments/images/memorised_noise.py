@@ -1,11 +1,11 @@
-"""Which score finds wrong labels that a network has memorised? One command, one table per problem.
+"""Compare scores on finding wrong labels that a network has memorised, with one table per problem.
 
     python -m experiments.images.memorised_noise                                   # digits, a few minutes on a CPU
     python -m experiments.images.memorised_noise --problems augmented,memorised --data FOLDER   # CIFAR-10, on a GPU
     python -m experiments.images.memorised_noise --problems memorised-reduced --data FOLDER     # less of it, on a CPU
     python -m experiments.images.memorised_noise --small --data FOLDER      # all of it at toy size, to see that it runs
 
-Results merge into docs/results/memorised_noise.json, score by score, and the page beside it is written from that.
+Results merge into docs/results/data/memorised_noise.json, score by score, and the page beside it is written from that.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 import eigentrace as et
-from eigentrace.disk.atomic import replacing
 from eigentrace.errors import EigentraceWarning
 from eigentrace.evaluate import retrieval
 from experiments.images.parts.noise_problems import (
@@ -47,33 +46,36 @@ from experiments.images.parts.noise_scores import (
 )
 from harness.command import place_options, positive
 from harness.measure import described, reason
-from harness.record import table
+from harness.places import check_layout, data_file, data_link, save_page
+from harness.record import read, save, stem, table
 
 PROBLEMS = ("digits", "augmented", "memorised", "memorised-reduced")
 GROUPS = {
     "checkpoints": ("From checkpoints", from_checkpoints),
     "one": ("From the final checkpoint alone", from_one_checkpoint),
     "dense": ("Variants tried on all pairs (dense; not part of the package)", dense_variants),
-    "folds": ("From several trainings", from_folds),  # last: it takes longest, and a run may be cut off
+    "folds": ("From several trainings", from_folds),  # last, since it takes longest and a run may be interrupted
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what the command line asks for; return how many scores failed."""
+    """Run the command line; return the number of scores that failed."""
     settings = _parser().parse_args(argv)
     device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
-        # Training runs in bfloat16; losses of 1e-6 need all the digits of float32 when examples are scored.
+        # Training runs in bfloat16; scoring losses of 1e-6 needs full float32 precision.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.benchmark = True
-    path = settings.out / ("memorised_noise_small.json" if settings.small else "memorised_noise.json")
+    page = stem("memorised_noise", small=settings.small)
+    path = data_file(settings.out, page)
+    check_layout(settings.out, page, settings.merge or ())
     failures = 0
     for other in settings.merge or []:
         _merge(path, json.loads(other.read_text(encoding="utf-8")))
     for name in [] if settings.render or settings.merge else settings.problems:
         for seed in range(settings.seeds):
             failures += _measure(name, seed, device, path, settings)
-    path.with_suffix(".md").write_text("\n".join(_page(path)) + "\n", encoding="utf-8")
+    save_page(settings.out, page, _page(path))
     return failures
 
 
@@ -140,7 +142,7 @@ def _cell(make: Any, problem: Problem, device: torch.device) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", EigentraceWarning)
             found = retrieval(make().cpu(), problem.is_wrong)
-    except Exception as error:  # one score that fails must not cost the others
+    except Exception as error:  # a score that fails must not stop the others
         return {"failed": reason(error)}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -150,16 +152,14 @@ def _cell(make: Any, problem: Problem, device: torch.device) -> dict[str, Any]:
 
 def _record(path: Path, *where: Any) -> None:
     name, title, seed, facts, run, cells = where
-    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    results = read(path)
     problem = results.setdefault(name, {"title": title, "seeds": {}})
     entry = problem["seeds"].setdefault(str(seed), {"scores": {}})
     entry |= {"facts": facts, "run": run}
     before = entry["scores"]
-    # A score that fails this time does not cost the number of another time.
+    # A failure does not replace the number of an earlier run.
     before |= {key: cell for key, cell in cells.items() if "failed" not in cell or "failed" in before.get(key, cell)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    save(path, results)
 
 
 def _merge(path: Path, other: dict[str, Any]) -> None:
@@ -169,14 +169,15 @@ def _merge(path: Path, other: dict[str, Any]) -> None:
 
 
 def _page(path: Path) -> Iterable[str]:
-    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    results = read(path)
     command = "python -m experiments.images.memorised_noise"
-    yield f"<!-- Generated from {path.name} by `{command} --render`: edits here are lost. -->"
+    link = data_link(path.stem)
+    yield f"<!-- Generated from {link} by `{command} --render`: edits here are lost. -->"
     yield ""
     yield "# Wrong labels that were memorised"
     yield ""
     yield (
-        f"Generated from [{path.name}]({path.name}) by `{command} --render`. Average precision and AUC in percent of "
+        f"Generated from [{path.name}]({link}) by `{command} --render`. Average precision and AUC in percent of "
         "finding the wrong labels; with several seeds the mean, and the range of AP. Which score to use when is on "
         "[another page](../which_score.md)."
     )

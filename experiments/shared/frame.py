@@ -1,15 +1,15 @@
-"""What all experiments share: the command line, results that merge number by number, a page and figures.
+"""The framework of all experiments: command line, mergeable results, pages and figures.
 
-    python -m experiments.AREA.NAME --small                # minutes at most, on a CPU: to see that everything runs
-    python -m experiments.AREA.NAME --data FOLDER          # real size; FOLDER has the data, --download puts it there
-    python -m experiments.AREA.NAME --parts a,b --missing  # some of it, and only numbers that are not there yet
-    python -m experiments.AREA.NAME --workers 4            # parts shared among four processes at a time
-    python -m experiments.AREA.NAME --merge other.json     # take over what was measured elsewhere
-    python -m experiments.AREA.NAME --render               # write page and figures again
+    python -m experiments.AREA.NAME --small                # minutes at most, on a CPU: check that everything runs
+    python -m experiments.AREA.NAME --data FOLDER          # full size; FOLDER has the data, --download fetches it
+    python -m experiments.AREA.NAME --parts a,b --missing  # only these parts, and only numbers that are missing
+    python -m experiments.AREA.NAME --workers 4            # distribute the parts over four processes
+    python -m experiments.AREA.NAME --merge other.json     # merge results that were measured elsewhere
+    python -m experiments.AREA.NAME --render               # render page and figures again
 
-Results go to docs/results/NAME.json, from which NAME.md and its figures are written; its tables are printed at the end.
-A number that fails when it is measured again is kept, and settings other than those of the numbers that are there end a
-command before it measures, unless --replace says to drop these.
+Results go to docs/results/data/NAME.json, from which docs/results/NAME.md and its figures are rendered; the tables are
+printed at the end. If measuring a number again fails, the old one is kept. If existing numbers have other settings, a
+command exits before it measures, unless --replace drops them.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from experiments.shared.needed import Needed
 from experiments.shared.workers import dealt_out, run_parts
 from harness.command import carried_out, choices, positive, result_options, say, start
 from harness.measure import Cell, Run, attempt, described
-from harness.places import figure_link, save_figure, save_page
+from harness.places import data_file, figure_link, save_figure, save_page
 from harness.plot import Drawing, can_draw, undrawn
 from harness.record import Record, Recorder, heading, is_number, read, runs_of, stem
 from harness.refusal import differences
 
 Records = dict[str, Record]
-"""What one machine measured, part by part."""
+"""The results of one machine, by part."""
 
 
 def no_figures(records: Records, *, small: bool) -> dict[str, Drawing]:
@@ -49,37 +49,37 @@ class Experiment:
     """One command under `experiments/`."""
 
     name: str
-    """The file of its command, and its own files under docs/results/."""
+    """Name of its module, and of its files in docs/results/."""
     title: str
     about: str
-    """What the paper did, what runs here, at which size and how long: Markdown, at the top of the page."""
+    """Introduction of the page in Markdown: the paper's experiment, this one, its size and its duration."""
     parts: Mapping[str, Callable[["Session"], None]]
-    """What it is made of, each measured for itself, by the names of `--parts`."""
+    """Its parts, measured separately, by the names of `--parts`."""
     tables: Callable[[Records], list[str]]
-    """Lays out what one machine measured, the paper's numbers beside it, as lines of Markdown."""
+    """Returns the tables of one machine's results, with the paper's numbers, as lines of Markdown."""
     figures: Callable[..., Mapping[str, Drawing]] = no_figures
-    """What is drawn of what one machine measured, by a word that goes into the file's name. Called with `small`."""
+    """Returns the figures of one machine's results by a suffix of the file name; called with `small`."""
     options: Callable[[argparse.ArgumentParser], None] = no_options
-    """Adds what only this experiment understands to the command line."""
+    """Adds the options of this experiment to the command line."""
     verdict: str = ""
-    """What the full size showed, where it agrees with the paper and where not: Markdown, written after it ran."""
+    """Discussion of the results at full size in Markdown: where they agree with the paper and where not."""
     seen: str = ""
-    """The verdict in a line or two, for the list at the top of the page of all experiments."""
+    """The verdict in a line or two, for the summary of all experiments."""
     needed: Needed = field(default_factory=Needed)
     """The files that it reads."""
     first: tuple[str, ...] = ()
-    """Parts that leave what others read, or whose seconds count: with `--workers` they run before, by themselves."""
+    """Parts whose files other parts read, or that measure time: with `--workers` they run first, alone."""
     area: str = ""
-    """The folder of its command under `experiments/`."""
+    """The folder of its module in `experiments/`."""
 
     @property
     def module(self) -> str:
-        """What its command is called."""
+        """The name of its module."""
         return ".".join(("experiments", *filter(None, [self.area]), self.name))
 
     @property
     def command(self) -> str:
-        """What runs it."""
+        """The command that runs it."""
         return f"python -m {self.module}"
 
 
@@ -94,7 +94,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where to compute."""
+        """The device to compute on."""
         return self.run.device
 
     @property
@@ -119,7 +119,7 @@ class Session:
         return folder
 
     def part(self, name: str, title: str, settings: Mapping[str, Any], **facts: Any) -> "Part":
-        """Begin a part. Numbers with other settings do not stand beside its own: it ends here if there are any."""
+        """Begin a part; exit if there are numbers with other settings."""
         settings = dict(settings)
         if self.small and self.settings.data is not None:
             settings["data"] = "from --data"  # other numbers than those of what stands in for it
@@ -128,18 +128,18 @@ class Session:
 
 @dataclass(frozen=True)
 class Part:
-    """Keeps the numbers of one part as they come."""
+    """Records the numbers of one part as they are measured."""
 
     session: Session
     recorder: Recorder
 
     @property
     def name(self) -> str:
-        """What its numbers are kept under."""
+        """The name under which its numbers are recorded."""
         return self.recorder.model
 
     def has(self, name: str) -> bool:
-        """Tell whether an earlier run measured this number, and it may be left as it is."""
+        """Return whether an earlier run measured this number, and it need not be measured again."""
         session = self.session
         if not session.settings.missing:
             return False
@@ -149,14 +149,14 @@ class Part:
         return is_number(kept["cells"].get(name))
 
     def cell(self, name: str, work: Callable[[], Cell]) -> Cell | None:
-        """Measure and keep; None if it is there already. What fails is kept as a failure, and the rest goes on."""
+        """Measure and record a number, or its failure; None if it exists already."""
         if self.has(name):
             return None
         cell = attempt(work)
         return self.add(name, cell)
 
     def add(self, name: str, cell: Cell) -> Cell:
-        """Keep what is measured already."""
+        """Record a number that was measured elsewhere."""
         self.recorder.add(name, cell)
         if "failed" in cell:
             self.session.failures.append(f"{self.name}/{name}")
@@ -165,7 +165,7 @@ class Part:
 
 
 def main(experiment: Experiment, argv: Sequence[str]) -> int:
-    """Do what the command line asks for; return how many numbers failed."""
+    """Run the command line; return the number of failures."""
     settings = _parser(experiment).parse_args(argv)
     chosen = settings.parts or list(experiment.parts)
     if not settings.merge and not settings.render:
@@ -187,7 +187,7 @@ def main(experiment: Experiment, argv: Sequence[str]) -> int:
 
 
 def render(experiment: Experiment, out: Path, *, small: bool) -> None:
-    """Write the page and the figures from the JSON."""
+    """Render the page and the figures from the JSON file."""
     name = stem(experiment.name, small=small)
     command = experiment.command + (" --small" if small else "")
     lines = heading(experiment.title + (", small" if small else ""), command, name)
@@ -197,7 +197,7 @@ def render(experiment: Experiment, out: Path, *, small: bool) -> None:
     lines += ["", experiment.about]
     if experiment.verdict and not small:
         lines += ["", "## What it shows", "", experiment.verdict]
-    for machine, records in read(out / f"{name}.json").items():
+    for machine, records in read(data_file(out, name)).items():
         for word, drawing in experiment.figures(records, small=small).items() if can_draw() else ():
             save_figure(out, figure_name(name, word, machine), drawing())
         lines += [
@@ -212,7 +212,7 @@ def render(experiment: Experiment, out: Path, *, small: bool) -> None:
 
 
 def shown_on(experiment: Experiment, machine: str, records: Records, *, small: bool) -> list[str]:
-    """Lay out what one machine measured: tables, then figures."""
+    """Return the section of one machine: tables, then figures."""
     lines = list(experiment.tables(records))
     words = list(experiment.figures(records, small=small))
     if words and not can_draw():
@@ -224,7 +224,7 @@ def shown_on(experiment: Experiment, machine: str, records: Records, *, small: b
 
 
 def figure_name(name: str, word: str, machine: str) -> str:
-    """Name the file of a figure after the experiment, what it shows and the machine."""
+    """Return the file name of a figure: experiment, content and machine."""
     return "_".join([name, word, re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")])
 
 
@@ -236,20 +236,20 @@ def _line(cell: Cell) -> str:
 
 
 def _parser(experiment: Experiment) -> argparse.ArgumentParser:
-    # Options are passed on to other processes, so each has one name.
+    # Options are passed to other processes, so abbreviations are disabled.
     parser = argparse.ArgumentParser(prog=experiment.command, description=experiment.title, allow_abbrev=False)
     names = ",".join(experiment.parts)
-    parser.add_argument("--parts", type=choices(*experiment.parts), help=f"some of {names}; all if left out")
+    parser.add_argument("--parts", type=choices(*experiment.parts), help=f"some of {names}; default: all")
     parser.add_argument(
-        "--small", action="store_true", help="toy size, to see that everything runs; with --data, a cut of it"
+        "--small", action="store_true", help="toy size, to check that everything runs; with --data, on a part of it"
     )
+    parser.add_argument("--seeds", type=positive, default=1, help="number of trainings, if the experiment repeats them")
+    parser.add_argument("--data", type=Path, help="folder of data that is not embedded")
+    parser.add_argument("--download", action="store_true", help="download missing public data to the folder")
+    parser.add_argument("--missing", action="store_true", help="measure only numbers that are not in the results yet")
     parser.add_argument(
-        "--seeds", type=positive, default=1, help="so many trainings, where the experiment repeats them"
+        "--workers", type=positive, default=1, help="number of processes that measure parts in parallel"
     )
-    parser.add_argument("--data", type=Path, help="folder of the data that is not embedded")
-    parser.add_argument("--download", action="store_true", help="fetch public data into the folder if it is not there")
-    parser.add_argument("--missing", action="store_true", help="measure only what is not in the results yet")
-    parser.add_argument("--workers", type=positive, default=1, help="processes that measure parts at the same time")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
     result_options(parser)
     parser.set_defaults(seconds=0.0, profile=False)

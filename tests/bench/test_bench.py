@@ -15,7 +15,7 @@ from bench.projection_page import render
 from eigentrace.errors import EigentraceWarning
 from harness.measure import Run, Subject, attempt, profiled, reason, timed
 from harness.models import MODELS, SMALL
-from harness.record import Notes, judged, merged, shown, table
+from harness.record import Notes, judged, merged, save, shown, table
 from tests.helpers.expecting import expect_mentions
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def measured(benchmark, out, *options):
     """Run a benchmark at its smallest; return its cells by model, and its page."""
     assert main(benchmark.BENCHMARK, [*QUICK, "--out", str(out), *options]) == 0
     name = f"{benchmark.BENCHMARK.name}_small"
-    (models,) = json.loads((out / f"{name}.json").read_text()).values()
+    (models,) = json.loads((out / "data" / f"{name}.json").read_text()).values()
     return {model: record["cells"] for model, record in models.items()}, (out / f"{name}.md").read_text()
 
 
@@ -68,7 +68,7 @@ def test_projection_runs_and_models_merge_into_one_table(tmp_path):
     assert "| ViT-B/32" in page
     assert "| ResNet-50" in page
     assert "K = 100 / K = 10" in page
-    assert str(tmp_path) not in page + (tmp_path / "projection_small.json").read_text()
+    assert str(tmp_path) not in page + (tmp_path / "data" / "projection_small.json").read_text()
 
 
 def test_rendering_is_idempotent(tmp_path):
@@ -152,7 +152,7 @@ def test_fit_runs_and_its_parts_add_up(tmp_path):
 def test_search_runs_and_the_ways_agree(tmp_path):
     options = ["--small", "--seconds", "0", "--out", str(tmp_path)]
     assert searching.main([*options, "--rows", "70000", "--features", "8", "--queries", "3", "--k", "5"]) == 0
-    for problems in json.loads((tmp_path / "search_small.json").read_text()).values():
+    for problems in json.loads((tmp_path / "data" / "search_small.json").read_text()).values():
         cells = problems["70000x8"]["cells"]
         assert {"search/both", "search/highest", "topk"} <= set(cells)
         assert all(cell["same"] == 1 and cell["seconds"] > 0 for cell in cells.values()), cells
@@ -166,7 +166,7 @@ def test_search_runs_and_the_ways_agree(tmp_path):
 def test_explanations_are_compared_with_every_score(tmp_path):
     options = ["--small", "--out", str(tmp_path)]
     assert explaining.main([*options, "--queries", "3"]) == 0
-    (problems,) = json.loads((tmp_path / "explain_small.json").read_text()).values()
+    (problems,) = json.loads((tmp_path / "data" / "explain_small.json").read_text()).values()
     cells = problems["400"]["cells"]
     assert len(cells) == len(explaining.NORMALIZED) * len(explaining.WAYS)
     for word in explaining.NORMALIZED:
@@ -182,7 +182,7 @@ def test_explanations_are_compared_with_every_score(tmp_path):
 def test_store_runs_every_step(tmp_path):
     options = ["--small", "--out", str(tmp_path), "--cache", str(tmp_path)]
     assert storing.main([*options, "--rows", "3000", "--features", "4", "--scored", "500"]) == 0
-    for problems in json.loads((tmp_path / "store_small.json").read_text()).values():
+    for problems in json.loads((tmp_path / "data" / "store_small.json").read_text()).values():
         cells = problems["3000x4"]["cells"]
         assert set(cells) == set(storing.STEPS)
         assert all(cell["rows_per_second"] > 0 and cell["peak"] > 0 for cell in cells.values()), cells
@@ -192,7 +192,7 @@ def test_store_runs_every_step(tmp_path):
     assert str(tmp_path) not in page
     assert storing.main([*options, "--render"]) == 0
     assert (tmp_path / "store_small.md").read_text() == page
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["store_small.json", "store_small.md"]
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["store_small.json", "store_small.md"]
 
 
 def test_the_rows_of_a_search_are_compared_in_any_order():
@@ -224,7 +224,7 @@ def test_merging_does_not_mix_settings():
 def test_merge_takes_files_over(tmp_path):
     there, here = tmp_path / "there", tmp_path / "here"
     measured(projection, there, "--models", "vit_b_32", "--ks", "2", "--skip", "forward,layerwise")
-    cells, page = measured(projection, here, "--merge", str(there / "projection_small.json"))
+    cells, page = measured(projection, here, "--merge", str(there / "data" / "projection_small.json"))
     assert list(cells) == ["vit_b_32"]
     assert page == (there / "projection_small.md").read_text()
 
@@ -234,7 +234,7 @@ def test_goals_stand_beside_the_numbers(tmp_path):
     models = record(cells)["CPU"]
     runs = {"a": {"command": "c", "torch": "2", "eigentrace": "0", "python": "3"}}
     models["vit_l_32"]["runs"] = runs
-    (tmp_path / "projection.json").write_text(json.dumps({"NVIDIA H200": models}))
+    save(tmp_path / "data" / "projection.json", {"NVIDIA H200": models})
     render(tmp_path, False)
     page = (tmp_path / "projection.md").read_text()
     for text in ("2,800 (≥ 2,700 met)", "1,900 (≥ 2,000 missed)", "1.43 (≤ 1.5 met)", "2.11 (≤ 1.5 missed)"):

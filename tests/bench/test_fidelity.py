@@ -4,6 +4,7 @@ import json
 
 from bench.fidelity import main
 from bench.fidelity_page import grid_cell, render, stored_cell, tail_cell
+from harness.record import save
 
 
 def record(cells):
@@ -14,7 +15,7 @@ def record(cells):
 
 
 def page(tmp_path, cells):
-    (tmp_path / "fidelity.json").write_text(json.dumps({"GPU": {"mlp": record(cells)}}), encoding="utf-8")
+    save(tmp_path / "data" / "fidelity.json", {"GPU": {"mlp": record(cells)}})
     render(tmp_path, small=False)
     return (tmp_path / "fidelity.md").read_text(encoding="utf-8")
 
@@ -46,7 +47,7 @@ def test_a_number_that_failed_is_said_so(tmp_path):
 def test_it_runs(tmp_path):
     places = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
     assert main(["--small", "--regimes", "logistic", "--device", "cpu", *places]) == 0
-    found = json.loads((tmp_path / "out" / "fidelity_small.json").read_text(encoding="utf-8"))
+    found = json.loads((tmp_path / "out" / "data" / "fidelity_small.json").read_text(encoding="utf-8"))
     (regimes,) = found.values()
     cells = regimes["logistic"]["cells"]
     assert {"gradient", "truncated/10", "auto/10", "shaped/10", "auto/10/ensemble"} <= cells.keys()

@@ -22,6 +22,7 @@ from bench.peers.worker import _best, measured, quality
 from eigentrace.errors import InputError
 from eigentrace.evaluate import Retrained, Subsets
 from harness.command import start
+from harness.record import save
 from tests.helpers.expecting import expect_mentions, missing, refused
 from tests.helpers.places import DOCS, ROOT
 
@@ -71,7 +72,7 @@ def absent(monkeypatch):
 
 def run(out, *options):
     status = main(["--small", "--problems", "digits", "--out", str(out), "--cache", str(out / "cache"), *options])
-    (problems,) = json.loads((out / "peers_small.json").read_text()).values()
+    (problems,) = json.loads((out / "data" / "peers_small.json").read_text()).values()
     return status, problems["digits"], (out / "peers_small.md").read_text()
 
 
@@ -91,15 +92,15 @@ def test_the_whole_path_without_any_peer(tmp_path, absent):
             assert record["cells"][name] == {"missing": "not installed", "run": record["cells"][name]["run"]}
             assert any(entry.title in line and "not installed" in line for line in page.splitlines())
     assert "scikit-learn digits" in page
-    assert str(tmp_path) not in page + (tmp_path / "peers_small.json").read_text()
+    assert str(tmp_path) not in page + (tmp_path / "data" / "peers_small.json").read_text()
     # Rendered again, nothing changes; a number measured before outlives a run without the package.
     main(["--small", "--render", "--out", str(tmp_path)])
     assert (tmp_path / "peers_small.md").read_text() == page
-    results = json.loads((tmp_path / "peers_small.json").read_text())
+    results = json.loads((tmp_path / "data" / "peers_small.json").read_text())
     ((machine, problems),) = results.items()
     problems["digits"]["cells"]["cleanlab"] |= {"fit": 1.0, "score": 2.0, "peak": 2**20, "auc": 77.0, "ap": 66.0}
     del problems["digits"]["cells"]["cleanlab"]["missing"]
-    (tmp_path / "peers_small.json").write_text(json.dumps({machine: problems}))
+    save(tmp_path / "data" / "peers_small.json", {machine: problems})
     _, record, page = run(tmp_path, "--methods", "cleanlab")
     assert record["cells"]["cleanlab"]["auc"] == 77.0
     assert "66.00" in page
@@ -318,7 +319,7 @@ def test_goals_are_judged_against_the_fastest_peer(tmp_path):
         "cells": cells,
         "runs": {"2026-01-01": info},
     }
-    (tmp_path / "peers.json").write_text(json.dumps({"CPU": {"digits": record}}))
+    save(tmp_path / "data" / "peers.json", {"CPU": {"digits": record}})
     render(tmp_path, small=False)
     page = (tmp_path / "peers.md").read_text()
     goals = [line for line in page.splitlines() if line.startswith("- ")]

@@ -45,7 +45,7 @@ def test_what_fails_is_kept_as_a_failure_and_the_rest_goes_on(tmp_path, capsys):
     calls: list[str] = []
     assert main(counting(calls), ["--out", str(tmp_path)]) == 2
     assert calls == ["good", "bad", "after"]
-    (machine, records), *others = json.loads((tmp_path / "toy.json").read_text()).items()
+    (machine, records), *others = json.loads((tmp_path / "data" / "toy.json").read_text()).items()
     assert not others
     assert "ZeroDivisionError" in records["first"]["cells"]["bad"]["failed"]
     said = capsys.readouterr().out
@@ -106,16 +106,16 @@ def test_workers_measure_the_parts_and_count_what_failed(tmp_path, capfd):
     argv = ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache"), "--missing"]
     names = "all_select,all_proj,last_proj,network"
     assert main(mt_retrieval.EXPERIMENT, [*argv, "--parts", names, "--workers", "2"]) == 0
-    (records,) = read(tmp_path / "mt_retrieval_small.json").values()
+    (records,) = read(tmp_path / "data" / "mt_retrieval_small.json").values()
     retrieval = records["retrieval"]
     assert {retrieval["runs"][cell["run"]]["command"] for cell in retrieval["cells"].values()} == {
         f"python -m experiments.translation.mt_retrieval --small --missing --parts {parts}"
         for parts in ("network", "all_select,last_proj", "all_proj")
     }
     assert "RandSelect" in (tmp_path / "mt_retrieval_small.md").read_text()
-    before = (tmp_path / "mt_retrieval_small.json").read_bytes()
+    before = (tmp_path / "data" / "mt_retrieval_small.json").read_bytes()
     assert main(mt_retrieval.EXPERIMENT, [*argv, "--parts", names, "--workers", "3"]) == 0
-    assert (tmp_path / "mt_retrieval_small.json").read_bytes() == before
+    assert (tmp_path / "data" / "mt_retrieval_small.json").read_bytes() == before
     (tmp_path / "cache").rename(tmp_path / "gone")
     (tmp_path / "cache").write_text("in the way")
     assert main(mt_retrieval.EXPERIMENT, [*argv, "--parts", "all_tail,last_select", "--workers", "2"]) == 2
@@ -158,7 +158,7 @@ def test_numbers_of_other_settings_are_replaced_when_told_and_never_mixed(tmp_pa
     calls: list[str] = []
     main(counting(calls, {"n": 2}), ["--out", str(tmp_path), "--parts", "first", "--missing", "--replace"])
     assert calls == ["good", "bad", "after"]
-    (records,) = json.loads((tmp_path / "toy.json").read_text()).values()
+    (records,) = json.loads((tmp_path / "data" / "toy.json").read_text()).values()
     assert records["first"]["settings"] == {"n": 2}
 
 
@@ -184,7 +184,7 @@ def test_the_page_of_all_is_up_to_date():
 
 def test_the_page_of_all_begins_with_a_line_on_each_that_ran_and_its_links_lead_there():
     folder = ROOT / "docs" / "results"
-    ran = [experiment for experiment in paper.experiments() if (folder / f"{experiment.name}.json").exists()]
+    ran = [experiment for experiment in paper.experiments() if (folder / "data" / f"{experiment.name}.json").exists()]
     page = paper.page(folder)
     listed = re.findall(r"^- \[(.+)\]\(#(.+)\)\. (.+)$", page.split("\n## ")[0], re.M)
     assert [(title, seen) for title, _, seen in listed] == [(each.title, each.seen) for each in ran]

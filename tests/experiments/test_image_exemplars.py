@@ -141,7 +141,7 @@ def test_sheets_hold_every_picture_and_frame_those_to_see():
 @pytest.mark.slow
 def test_the_small_run_finds_noise_and_draws_no_photo_unasked(tmp_path):
     assert main(EXPERIMENT, ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]) == 0
-    (records,) = json.loads((tmp_path / "image_exemplars_small.json").read_text()).values()
+    (records,) = json.loads((tmp_path / "data" / "image_exemplars_small.json").read_text()).values()
     assert set(records) == {"cifar", "cifar_noisy", "photos"}
     assert records["photos"]["cells"]["ranked/loss"]["auc"] > 90
     assert records["photos"]["cells"]["ranked/paper"]["auc"] > 85

@@ -58,7 +58,7 @@ def test_a_number_that_failed_leaves_the_rest():
 @pytest.mark.slow
 def test_a_small_run_measures_everything(tmp_path):
     assert main(EXPERIMENT, ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]) == 0
-    (parts,) = json.loads((tmp_path / "inverse_arnoldi_small.json").read_text()).values()
+    (parts,) = json.loads((tmp_path / "data" / "inverse_arnoldi_small.json").read_text()).values()
     cells = parts["inverse"]["cells"]
     assert cells["Loss, C=1, seed 0"]["auc"] > 80
     assert {f"{INVERSE}, K={keep}, seed 0" for keep in (3, 6)} <= cells.keys()

@@ -8,6 +8,7 @@ import torch
 from experiments.images.memorised_noise import main
 from experiments.images.parts.noise_problems import ResNet, augmented, cross_validated, digits, train
 from experiments.images.parts.noise_scores import _label_ridge, _left_out, _whitened
+from harness.record import save
 from tests.helpers.expecting import refused
 
 
@@ -19,7 +20,7 @@ def out(tmp_path_factory):
 
 
 def test_a_small_run_writes_numbers_and_a_page(out):
-    found = json.loads((out / "memorised_noise_small.json").read_text())["digits"]["seeds"]["0"]
+    found = json.loads((out / "data" / "memorised_noise_small.json").read_text())["digits"]["seeds"]["0"]
     assert found["facts"]["examples"] == 600
     assert found["facts"]["accuracy_given_wrong"] > 0.8
     assert found["scores"]["mean loss over all epochs (tracker)"]["ap"] > 60
@@ -30,16 +31,16 @@ def test_a_small_run_writes_numbers_and_a_page(out):
 
 def test_results_merge_score_by_score(out, tmp_path):
     other = {"digits": {"title": "t", "seeds": {"0": {"facts": {}, "run": {}, "scores": {}}}}}
-    source = json.loads((out / "memorised_noise_small.json").read_text())
+    source = json.loads((out / "data" / "memorised_noise_small.json").read_text())
     other["digits"] |= {"title": source["digits"]["title"]}
     entry = source["digits"]["seeds"]["0"]
     cell = {"ap": 1.0, "auc": 2.0, "seconds": 3.0, "group": "one"}
     failure = {"mean loss over all epochs (tracker)": {"failed": "no", "group": "checkpoints"}}  # replaces no number
     other["digits"]["seeds"]["0"] = entry | {"scores": {"another": cell} | failure}
     (tmp_path / "other.json").write_text(json.dumps(other))
-    (tmp_path / "memorised_noise_small.json").write_text(json.dumps(source))
+    save(tmp_path / "data" / "memorised_noise_small.json", source)
     assert main(["--small", "--merge", str(tmp_path / "other.json"), "--out", str(tmp_path)]) == 0
-    merged = json.loads((tmp_path / "memorised_noise_small.json").read_text())
+    merged = json.loads((tmp_path / "data" / "memorised_noise_small.json").read_text())
     assert merged["digits"]["seeds"]["0"]["scores"] == entry["scores"] | {"another": cell}
 
 

@@ -232,7 +232,7 @@ def test_all_of_mnist_needs_a_folder(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_small_run_from_end_to_end(tmp_path):
     assert main(EXPERIMENT, ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]) == 0
-    (records,) = json.loads((tmp_path / "mnist_large_small.json").read_text()).values()
+    (records,) = json.loads((tmp_path / "data" / "mnist_large_small.json").read_text()).values()
     assert records["losses"]["cells"]["Loss, C=1, seed 0"]["auc"] > 90
     assert records["arnoldi"]["cells"]["Arnoldi, tail, K=3, seed 0"]["auc"] > 80
     assert len(list((tmp_path / "cache").iterdir())) == 1

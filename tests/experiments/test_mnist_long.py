@@ -55,7 +55,7 @@ def test_the_figure_has_a_dot_for_every_number():
 @pytest.mark.slow
 def test_a_small_run_from_end_to_end(tmp_path):
     assert main(EXPERIMENT, ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]) == 0
-    (records,) = json.loads((tmp_path / "mnist_long_small.json").read_text()).values()
+    (records,) = json.loads((tmp_path / "data" / "mnist_long_small.json").read_text()).values()
     assert records["l2"]["settings"]["l2"] == L2
     for half in records.values():
         assert half["cells"]["Loss, C=1, seed 0"]["auc"] > 80

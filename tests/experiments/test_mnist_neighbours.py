@@ -114,7 +114,7 @@ def test_figures_show_the_digit_and_all_its_neighbours(digits):
 @pytest.mark.slow
 def test_a_small_run_from_end_to_end(tmp_path):
     assert main(EXPERIMENT, ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]) == 0
-    (records,) = json.loads((tmp_path / "mnist_neighbours_small.json").read_text()).values()
+    (records,) = json.loads((tmp_path / "data" / "mnist_neighbours_small.json").read_text()).values()
     cells = records["neighbours"]["cells"]
     assert len(cells) == 16
     assert cells["tail, right, proponents, yes, seed 0"]["same_given"] > 80

@@ -167,7 +167,7 @@ def test_figures_are_well_formed():
 @pytest.mark.slow
 def test_a_small_run_measures_everything(tmp_path):
     assert main(EXPERIMENT, ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]) == 0
-    (parts,) = json.loads((tmp_path / "mnist_small_small.json").read_text()).values()
+    (parts,) = json.loads((tmp_path / "data" / "mnist_small_small.json").read_text()).values()
     cells = {part: record["cells"] for part, record in parts.items()}
     assert cells["network"]["network"]["parameters"] == 312
     assert cells["eigenvalues"]["Arnoldi, K=5"]["distance"] < 1e-6 * cells["eigenvalues"]["exact"]["largest"]

@@ -103,7 +103,7 @@ def test_the_figure_is_drawn_from_what_is_there():
 def test_a_small_run_measures_everything(tmp_path):
     argv = ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]
     assert main(EXPERIMENT, argv) == 0
-    (records,) = json.loads((tmp_path / "mt_exemplars_small.json").read_text()).values()
+    (records,) = json.loads((tmp_path / "data" / "mt_exemplars_small.json").read_text()).values()
     cells = records["exemplars"]["cells"]
     assert len(cells) == 2 + 2 * len(WORK)
     assert not any("failed" in cell for cell in cells.values())
@@ -113,6 +113,6 @@ def test_a_small_run_measures_everything(tmp_path):
     assert page.count("90–100%") == SHOWN_EACH
     assert str(tmp_path) not in page
     assert len(list(tmp_path.glob("figures/*.svg"))) == 1
-    before = (tmp_path / "mt_exemplars_small.json").read_text()
+    before = (tmp_path / "data" / "mt_exemplars_small.json").read_text()
     assert main(EXPERIMENT, [*argv, "--missing"]) == 0
-    assert (tmp_path / "mt_exemplars_small.json").read_text() == before
+    assert (tmp_path / "data" / "mt_exemplars_small.json").read_text() == before

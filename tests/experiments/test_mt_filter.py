@@ -263,7 +263,7 @@ def test_figures_are_drawn_from_what_is_there():
 def test_a_small_run_measures_everything(tmp_path):
     argv = ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]
     assert main(EXPERIMENT, argv) == 0
-    (records,) = json.loads((tmp_path / "mt_filter_small.json").read_text()).values()
+    (records,) = json.loads((tmp_path / "data" / "mt_filter_small.json").read_text()).values()
     scores, selections = records["scores"]["cells"], records["selections"]["cells"]
     assert len(scores) == 4 + 2 * len(SCORES)
     assert len(selections) == len(SELECTIONS)
@@ -277,13 +277,13 @@ def test_a_small_run_measures_everything(tmp_path):
     assert re.search(r"\| Arnoldi +\| +10 \| +25\.0 \| +30\.8 \|", page)
     assert str(tmp_path) not in page
     assert len(list(tmp_path.glob("figures/*.svg"))) == 2 * len(SETS)
-    before = (tmp_path / "mt_filter_small.json").read_text()
+    before = (tmp_path / "data" / "mt_filter_small.json").read_text()
     assert main(EXPERIMENT, [*argv, "--missing"]) == 0
-    assert (tmp_path / "mt_filter_small.json").read_text() == before
+    assert (tmp_path / "data" / "mt_filter_small.json").read_text() == before
 
 
 def test_the_advice_on_sentence_pairs_has_the_numbers_of_the_results():
-    records = json.loads((DOCS / "results" / "mt_filter.json").read_text())["NVIDIA H200"]
+    records = json.loads((DOCS / "results" / "data" / "mt_filter.json").read_text())["NVIDIA H200"]
     ranked, trained = records["scores"]["cells"], over_seeds(records["selections"])["cells"]
     ways = {
         "loss, mean over tokens": LOSS + PER_TOKEN,

@@ -50,7 +50,7 @@ def test_a_small_run_measures_everything(tmp_path):
     argv = ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]
     # Processes that begin with an empty cache all need the same network, fits and scores.
     assert main(EXPERIMENT, [*argv, "--workers", "4"]) == 0
-    (records,) = json.loads((tmp_path / "mt_prefiltered_small.json").read_text()).values()
+    (records,) = json.loads((tmp_path / "data" / "mt_prefiltered_small.json").read_text()).values()
     cells = records["dropped"]["cells"]
     assert len(cells) == len(PARTS)
     assert not any("failed" in cell for cell in cells.values())
@@ -65,6 +65,6 @@ def test_a_small_run_measures_everything(tmp_path):
     page = (tmp_path / "mt_prefiltered_small.md").read_text()
     assert len(re.findall(r"^\| nothing +\| +0 \| +36\.32 \|", page, re.MULTILINE)) == 1
     assert len(list(tmp_path.glob("figures/*.svg"))) == 2 * len(SETS)
-    before = (tmp_path / "mt_prefiltered_small.json").read_text()
+    before = (tmp_path / "data" / "mt_prefiltered_small.json").read_text()
     assert main(EXPERIMENT, [*argv, "--missing"]) == 0
-    assert (tmp_path / "mt_prefiltered_small.json").read_text() == before
+    assert (tmp_path / "data" / "mt_prefiltered_small.json").read_text() == before

@@ -192,7 +192,7 @@ def test_the_figure_is_drawn_from_what_is_there():
 def test_a_small_run_measures_everything(tmp_path):
     argv = ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]
     assert main(EXPERIMENT, argv) == 0
-    (records,) = json.loads((tmp_path / "mt_retrieval_small.json").read_text()).values()
+    (records,) = json.loads((tmp_path / "data" / "mt_retrieval_small.json").read_text()).values()
     cells = records["retrieval"]["cells"]
     assert len(cells) == 2 + 2 * sum(len(keeps) for keeps in PER_METHOD.values())
     assert not any("failed" in cell for record in records.values() for cell in record["cells"].values())
@@ -206,10 +206,10 @@ def test_a_small_run_measures_everything(tmp_path):
     assert len(list(tmp_path.glob("figures/*.svg"))) == 1
     elsewhere = ["--small", "--out", str(tmp_path / "other"), "--cache", str(tmp_path / "cache")]
     assert main(EXPERIMENT, [*elsewhere, "--parts", "last_proj"]) == 0
-    (other,) = json.loads((tmp_path / "other" / "mt_retrieval_small.json").read_text()).values()
+    (other,) = json.loads((tmp_path / "other" / "data" / "mt_retrieval_small.json").read_text()).values()
     name = cell_name(LAST, "RandProj", 10)
     assert set(other["retrieval"]["cells"]) == {cell_name(LAST, "RandProj", keep) for keep in KEEPS}
     assert other["retrieval"]["cells"][name]["ap"] == cells[name]["ap"]
-    before = (tmp_path / "mt_retrieval_small.json").read_text()
+    before = (tmp_path / "data" / "mt_retrieval_small.json").read_text()
     assert main(EXPERIMENT, [*argv, "--missing"]) == 0
-    assert (tmp_path / "mt_retrieval_small.json").read_text() == before
+    assert (tmp_path / "data" / "mt_retrieval_small.json").read_text() == before

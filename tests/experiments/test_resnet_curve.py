@@ -147,7 +147,7 @@ def test_figures_show_both_ends_the_control_and_the_level():
 def test_a_small_run_measures_everything(tmp_path):
     argv = ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]
     assert main(EXPERIMENT, argv) == 0
-    (records,) = json.loads((tmp_path / "resnet_curve_small.json").read_text()).values()
+    (records,) = json.loads((tmp_path / "data" / "resnet_curve_small.json").read_text()).values()
     cells = records["clean"]["cells"]
     assert not any("failed" in cell for cell in cells.values())
     assert cells["network"]["accuracy"] > 70
@@ -160,6 +160,6 @@ def test_a_small_run_measures_everything(tmp_path):
             assert values[-1].mean() < full
     assert len(list(tmp_path.glob("figures/*.svg"))) == len(SCORES)
     assert str(tmp_path) not in (tmp_path / "resnet_curve_small.md").read_text()
-    before = (tmp_path / "resnet_curve_small.json").read_text()
+    before = (tmp_path / "data" / "resnet_curve_small.json").read_text()
     assert main(EXPERIMENT, [*argv, "--missing"]) == 0
-    assert (tmp_path / "resnet_curve_small.json").read_text() == before
+    assert (tmp_path / "data" / "resnet_curve_small.json").read_text() == before

@@ -96,7 +96,7 @@ def test_the_page_has_the_papers_times_in_its_rows_and_the_figure_is_well_formed
 @pytest.mark.slow
 def test_the_small_run_measures_every_part(tmp_path):
     assert main(EXPERIMENT, ["--small", "--out", str(tmp_path)]) == 0
-    (records,) = json.loads((tmp_path / "scaling_small.json").read_text()).values()
+    (records,) = json.loads((tmp_path / "data" / "scaling_small.json").read_text()).values()
     assert set(records) == {*NAMES, "offload"}
     for name in NAMES:
         assert set(records[name]["cells"]) == {"hessian/8", "gauss-newton/8"}
@@ -104,7 +104,7 @@ def test_the_small_run_measures_every_part(tmp_path):
     assert set(records["offload"]["cells"]) == {"device", "host"}
     few = ["--small", "--steps", "4", "--parts", "transformer_base", "--missing", "--out", str(tmp_path)]
     assert main(EXPERIMENT, few) == 0
-    (records,) = json.loads((tmp_path / "scaling_small.json").read_text()).values()
+    (records,) = json.loads((tmp_path / "data" / "scaling_small.json").read_text()).values()
     assert "orthogonalisation/8" in records["transformer_base"]["cells"]
     assert "hessian, all models" in (tmp_path / "scaling_small.md").read_text()
     (figure,) = tmp_path.glob("figures/*.svg")

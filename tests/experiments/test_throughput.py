@@ -137,7 +137,7 @@ def test_the_table_has_the_papers_number_beside_ours():
 def test_a_small_run_measures_everything(tmp_path):
     argv = ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]
     assert main(EXPERIMENT, argv) == 0
-    (records,) = json.loads((tmp_path / "throughput_small.json").read_text()).values()
+    (records,) = json.loads((tmp_path / "data" / "throughput_small.json").read_text()).values()
     cells = records["throughput"]["cells"]
     assert len(cells) == 2 * 2 * 2 + 1
     assert not any("failed" in cell for cell in cells.values())
@@ -148,6 +148,6 @@ def test_a_small_run_measures_everything(tmp_path):
     page = (tmp_path / "throughput_small.md").read_text()
     assert len(re.findall(r"^\| paper: TPUv2, 16 cores .* 2\.2M \|$", page, re.MULTILINE)) == 1
     assert str(tmp_path) not in page
-    before = (tmp_path / "throughput_small.json").read_text()
+    before = (tmp_path / "data" / "throughput_small.json").read_text()
     assert main(EXPERIMENT, [*argv, "--missing", "--ways", RUN]) == 0
-    assert (tmp_path / "throughput_small.json").read_text() == before
+    assert (tmp_path / "data" / "throughput_small.json").read_text() == before

@@ -228,7 +228,7 @@ def test_the_figure_is_drawn_from_what_is_there():
 def test_a_small_run_measures_everything(tmp_path):
     argv = ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]
     assert main(EXPERIMENT, argv) == 0
-    (records,) = json.loads((tmp_path / "vit_cifar_small.json").read_text()).values()
+    (records,) = json.loads((tmp_path / "data" / "vit_cifar_small.json").read_text()).values()
     assert set(records) == {"heldout", "flipped", "human"}
     for record in records.values():
         assert len(record["cells"]) == 2 + 3 * len(SHARES) * len(KEEPS)
@@ -239,6 +239,6 @@ def test_a_small_run_measures_everything(tmp_path):
     assert len(re.findall(r"^\| top 10%, Arnoldi +\| +10 \| +94\.2 \| +64\.4 \|", page, re.MULTILINE)) == 1
     assert str(tmp_path) not in page
     assert len(list(tmp_path.glob("figures/*.svg"))) == 3
-    before = (tmp_path / "vit_cifar_small.json").read_text()
+    before = (tmp_path / "data" / "vit_cifar_small.json").read_text()
     assert main(EXPERIMENT, [*argv, "--missing"]) == 0
-    assert (tmp_path / "vit_cifar_small.json").read_text() == before
+    assert (tmp_path / "data" / "vit_cifar_small.json").read_text() == before

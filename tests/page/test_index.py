@@ -153,7 +153,7 @@ def test_a_missing_package_is_named_with_its_extra(scored, name):
 
 def test_the_benchmark_runs_at_its_smallest(tmp_path):
     assert bench.main(["--small", "--rows", "2000", "--out", str(tmp_path)]) == 0
-    (machine,) = json.loads((tmp_path / "serve_small.json").read_text()).values()
+    (machine,) = json.loads((tmp_path / "data" / "serve_small.json").read_text()).values()
     cells = machine["2000"]["cells"]
     assert {"first", "memory", "explain", "export", *bench.QUESTIONS} <= cells.keys()
     assert cells["decide"]["changed"] > 0

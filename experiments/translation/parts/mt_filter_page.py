@@ -104,9 +104,9 @@ have no sentence in common with the clean ones. Pairs with a side of more than 1
 The scores come first and are kept in `--cache`: two minutes on an H200 with the network and the fits of mt_retrieval
 there. The 31 selections, each a part, are then shared among `--workers` processes: 30 trainings, of this page and of
 [mt_prefiltered](mt_prefiltered.md), six at a time, took 12 minutes, and one alone two. `--seeds` trains on each several
-times; scores stay the same. The scores behind this page lie in [mt_filter_scores](mt_filter_scores): where the cache
-has none, selections with `--score-precision bf16` are made by them, without the network. With `--small`, phrases of a
-small grammar stand in: it shows that everything runs, and nothing else. [What the folder holds, and how to run the
+times; scores stay the same. The scores behind this page lie in [mt_filter_scores](data/mt_filter_scores): where the
+cache has none, selections with `--score-precision bf16` are made by them, without the network. With `--small`, phrases
+of a small grammar stand in: it shows that everything runs, and nothing else. [What the folder holds, and how to run the
 paper's size](../translation_data.md)."""
 VERDICT = """\
 The order of the paper is not seen. It has Arnoldi ahead of RandProj at every size, and Arnoldi's tenth ahead of
