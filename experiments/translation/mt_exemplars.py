@@ -1,4 +1,4 @@
-"""Sentence pairs of the web from low to high self-influence, and what people said about them (the paper's appendix).
+"""Sentence pairs of the web from low to high self-influence, and human verdicts on them (the paper's appendix).
 
 python -m experiments.translation.mt_exemplars --small          # phrases of a small grammar, half a minute on a CPU
 python -m experiments.translation.mt_exemplars --data FOLDER    # 13,000 pairs from the web, on a GPU half a minute
@@ -35,10 +35,10 @@ from harness.plot import Curve, Drawing, curves_svg
 from harness.record import Notes, shown, table
 
 KEEP = 10
-# Quantiles of which pairs are shown: the paper's, and one from the middle.
+# Ranges of quantiles from which pairs are shown: the paper's, and one from the middle.
 SHOWN = ((0, 1), (1, 5), (5, 10), (45, 55), (90, 100))
 SHOWN_EACH = 3
-# Letters of the longer side of a pair that is shown.
+# Largest number of characters of either side of a displayed pair.
 SHORT = 110
 RANGES = ((0, 10), (70, 100), (0, 100))
 PAPER_SPEARMAN = {(0, 10): "0.5", (70, 100): "-0.19"}
@@ -93,7 +93,7 @@ class Noisy:
 
     @staticmethod
     def of(corpora: Corpora, batch: int) -> "Noisy":
-        """Read what is to be scored, as far as it is not too long."""
+        """Read the pairs to score, without those that are too long."""
         crawl, judged = corpora.pairs("crawl"), corpora.pairs("judged")
         texts = corpora.texts("crawl").take(crawl.rows) + corpora.texts("judged").take(judged.rows)
         pairs = crawl + judged
@@ -101,12 +101,12 @@ class Noisy:
 
     @property
     def verdicts(self) -> np.ndarray:  # (N,)
-        """One letter or two of each pair; empty where nobody was asked."""
+        """The human verdict on each pair, as one or two letters; empty if there is none."""
         return np.array(self.texts.verdicts, dtype=object)
 
 
 def said(scores: np.ndarray, noisy: Noisy) -> Cell:
-    """Say what goes with high scores: verdicts, and length by quantile."""
+    """Measure how scores are related to verdicts, and to length by quantile."""
     verdicts, lengths = noisy.verdicts, noisy.pairs.lengths.astype(float)
     asked, valid = verdicts != "", verdicts == "V"
     misaligned = np.isin(verdicts, ["A", "L"])
@@ -121,7 +121,7 @@ def said(scores: np.ndarray, noisy: Noisy) -> Cell:
 
 
 def ranked(scores: np.ndarray) -> np.ndarray:  # (N,)
-    """Return the share of pairs that lie below each, from 0 to just under 1."""
+    """Return the quantile of each pair, from 0 to just below 1."""
     places = np.empty(len(scores))
     places[np.argsort(scores, kind="stable")] = np.arange(len(scores))
     return places / len(scores)
@@ -137,7 +137,7 @@ def _spearman(scores: np.ndarray, lengths: np.ndarray, rows: np.ndarray) -> floa
 
 
 def exemplars(scores: np.ndarray, texts: Texts) -> Cell:
-    """Draw short pairs from each range of quantiles."""
+    """Sample short pairs from each range of quantiles."""
     longest = np.array([max(len(de), len(en)) for de, en in zip(texts.german, texts.english, strict=True)])
     chance, quantiles, rows = np.random.default_rng(0), ranked(scores), []
     for low, high in SHOWN:
@@ -163,11 +163,11 @@ WORK: dict[str, tuple[Callable[[Network, et.Data], Tensor], int]] = {
     OUR_WAY: (lambda network, data: _arnoldi(network, OUR_WAY, data), 2),
     "loss": (_loss, 1),
 }
-"""How each score is made, and the power of T that it is divided by per token."""
+"""The scores: how each is computed, and the power of T by which it is divided per token."""
 
 
 def measure(session: Session) -> None:
-    """Score the pairs in every way."""
+    """Score the pairs with every method."""
     part = session.part("exemplars", "Pairs of the web", asdict(size_of(session)))
     names = {score: [score, score + PER_TOKEN] for score in WORK}
     needed = {score: [*names[score], *(["pairs"] if score == PAPER_WAY else [])] for score in WORK}
@@ -192,7 +192,7 @@ def measure(session: Session) -> None:
 
 
 def tables(records: Records) -> list[str]:
-    """Lay out the pairs, the correlations with length and the verdicts."""
+    """Return the tables of pairs, of correlations with length and of verdicts."""
     cells = records.get("exemplars", {"cells": {}})["cells"]
     notes = Notes()
     pairs = [tuple(safe(text) for text in row) for row in cells.get("pairs", {}).get("rows", [])]
@@ -218,10 +218,10 @@ def tables(records: Records) -> list[str]:
 
 
 def safe(text: str) -> str:
-    """Write text of the web so that a page shows it as it is."""
+    """Escape text of the web for Markdown."""
     text = re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", " ".join(text.split()))
     text = escape(text, quote=False)
-    # An address of the web is not made a link.
+    # Keep URLs from becoming links.
     return text.replace("://", ":&#47;&#47;").replace("www.", "www&#46;").replace("@", "&#64;")
 
 

@@ -1,4 +1,4 @@
-"""Selecting training pairs of a noisy corpus by self-influence, and training again (Table 3 of the paper).
+"""Select training pairs of a noisy corpus by self-influence, and retrain (Table 3 of the paper).
 
 python -m experiments.translation.mt_filter --small                                # a small grammar, on a CPU
 python -m experiments.translation.mt_filter --data FOLDER --parts corpus,scores    # first: the scores, kept in --cache
@@ -32,7 +32,7 @@ from harness.measure import Cell
 
 
 def ranking(scores: np.ndarray, corpus: NoisyCorpus) -> Cell:
-    """Say how well high scores find noise among clean pairs, and what people objected to, in percent."""
+    """Measure how well high scores find noise among clean pairs, and rejected pairs, in percent."""
     kinds, verdicts = corpus.kinds, np.array(corpus.texts.verdicts, dtype=object)
     noise = [kind for kind in KINDS if kind != CLEAN and kind not in WITHOUT_VERDICT]
     clean, valid = kinds == CLEAN, verdicts == "V"
@@ -55,7 +55,7 @@ def _found(scores: np.ndarray, wanted: np.ndarray, others: np.ndarray) -> dict[s
 
 
 def kept_of(prefiltered: Prefiltered, corpus: NoisyCorpus) -> dict[str, Cell]:
-    """Say what share of each kind every rule keeps, and all of them, in percent."""
+    """Return the share of each kind that every rule keeps, and all rules together, in percent."""
     rules = prefiltered.by_rule | {"all": prefiltered.kept}
     everything = {rule: 100 * float(keeps.mean()) for rule, keeps in rules.items()}
     by_kind = {
@@ -67,7 +67,7 @@ def kept_of(prefiltered: Prefiltered, corpus: NoisyCorpus) -> dict[str, Cell]:
 
 
 def measure_corpus(session: Session) -> None:
-    """Say what the noisy corpus consists of, and what the rules keep of it; nothing of this needs a network."""
+    """Record the composition of the noisy corpus, and what the rules keep of it; this needs no network."""
     part = _scores_part(session)
     bench = Bench.of(session)
     part.cell("corpus", lambda: {"kinds": described(bench.corpus), "pairs": len(bench.corpus)})
@@ -76,9 +76,9 @@ def measure_corpus(session: Session) -> None:
 
 
 def measure_scores(session: Session) -> None:
-    """Score the noisy corpus in every way, and say how well each score tells noise from clean pairs."""
+    """Score the noisy corpus with every method, and measure how well the scores separate noise from clean pairs."""
     part = _scores_part(session)
-    # Seconds are of this machine, so scores are too.
+    # Seconds depend on the machine, so scores are recomputed here as well.
     bench = replace(Bench.of(session), published=None)
     part.cell("network", lambda: bench.network.facts)
     for score in SCORES:
@@ -97,7 +97,7 @@ def _ranked(bench: Bench, name: str) -> Cell:
 
 
 def measure_selection(session: Session, name: str) -> None:
-    """Train again on one selection."""
+    """Retrain on one selection."""
     part = begin(session, "selections", "Training on selections")
     way, percent = SELECTIONS[name]
     measure_choice(part, label(way, percent), lambda bench: bench.chosen(way, percent))

@@ -1,4 +1,4 @@
-"""Self-influence on top of rules: dropping the highest scores of what a prefilter has left (section 5.2 of the paper).
+"""Self-influence after rules: drop the highest scores among prefiltered pairs (section 5.2 of the paper).
 
 python -m experiments.translation.mt_prefiltered --small          # phrases of a small grammar, on a CPU
 python -m experiments.translation.mt_prefiltered --data FOLDER    # with the scores that mt_filter kept, on a GPU
@@ -35,7 +35,7 @@ from harness.record import Notes, shown, table
 
 NOTHING = "nothing"
 PAPER = {(NOTHING, None): 36.32, (PAPER_WAY, 25): 37.38, (PAPER_WAY, 50): 37.20}
-"""BLEU on newstest2016 by what is dropped, and how many percent."""
+"""The paper's BLEU on newstest2016 by score and percentage dropped."""
 WAYS = (PAPER_WAY, OUR_WAY, LOSS, PAPER_WAY + PER_TOKEN, OUR_WAY + PER_TOKEN, LOSS + PER_TOKEN, RANDOM)
 DROPPED = (25, 50)
 Dropped = tuple[str, int | None]
@@ -80,12 +80,12 @@ others, those per token among them, are of one."""
 
 
 def label(way: str, percent: int | None) -> str:
-    """Name the numbers of a row."""
+    """Return the name of the numbers of a row."""
     return way if percent is None else f"{way}, {percent}% dropped"
 
 
 def measure(session: Session, name: str) -> None:
-    """Train again on what is left."""
+    """Retrain on the remaining pairs."""
     part = begin(session, "dropped", "Dropped after the prefilter")
     way, percent = PARTS[name]
 
@@ -97,7 +97,7 @@ def measure(session: Session, name: str) -> None:
 
 
 def tables(records: Records) -> list[str]:
-    """Lay out BLEU beside the paper's, and what is left."""
+    """Return the tables of BLEU, with the paper's, and of the remaining pairs."""
     if "dropped" not in records:
         return []
     record, notes = over_seeds(records["dropped"]), Notes()
@@ -126,7 +126,7 @@ def tables(records: Records) -> list[str]:
 
 
 def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
-    """Draw BLEU after the last step against how much is dropped."""
+    """Draw BLEU after the last step against the share dropped."""
     if "dropped" not in records:
         return {}
     rows = {way: {0: label(NOTHING, None)} | {percent: label(way, percent) for percent in DROPPED} for way in WAYS}

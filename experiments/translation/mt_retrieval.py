@@ -1,11 +1,11 @@
-"""Sentence pairs with exchanged translations, found by self-influence (Table 2 of the paper).
+"""Find sentence pairs with exchanged translations by self-influence (Table 2 of the paper).
 
 python -m experiments.translation.mt_retrieval --small                                     # a small grammar, on a CPU
 python -m experiments.translation.mt_retrieval --data FOLDER                               # 15 minutes on a GPU
 python -m experiments.translation.mt_retrieval --data FOLDER --parts network               # trained once, and kept
 python -m experiments.translation.mt_retrieval --data FOLDER --parts all_arnoldi,all_tail  # some of the scores
 
-Once there is a network, parts need nothing of each other.
+Parts are independent of each other, once the network is trained.
 """
 
 import sys
@@ -54,9 +54,9 @@ from harness.measure import Cell, attempt, release, with_seconds
 
 Engine = Literal["layerwise", "forward", "reverse"]
 
-# Of RandProj: drawing directions of 60M numbers takes longer than scoring with them.
+# Number of RandProj draws: drawing directions of 60M numbers takes longer than scoring with them.
 ROW_SETS = 2
-# Pairs of which whole gradients are taken together at most: those of the embedding are then just below 2³¹ numbers.
+# Largest batch of complete gradients: those of the embedding then have just below 2³¹ elements.
 WHOLE_AT_ONCE = 128
 
 SCORED_BY: dict[str, tuple[et.RandSelect | et.RandProj, Engine]] = {
@@ -69,7 +69,7 @@ SCORED_BY: dict[str, tuple[et.RandSelect | et.RandProj, Engine]] = {
 
 @dataclass(frozen=True)
 class Draw:
-    """How many pairs, how many of them wrong, how often."""
+    """Numbers of pairs, of wrong pairs among them, and of folds."""
 
     pairs: int = 4096
     wrong: int = 256
@@ -81,7 +81,7 @@ SMALL_DRAW = Draw(96, 12, 2)
 
 @dataclass(frozen=True)
 class Question:
-    """Pairs of all folds, of which the wrong ones are to be found fold by fold."""
+    """The pairs of all folds, with the wrong ones to be found in each fold."""
 
     network: Network
     draw: Draw
@@ -91,17 +91,17 @@ class Question:
 
     @staticmethod
     def of(network: Network, draw: Draw) -> "Question":
-        """Draw the folds."""
+        """Sample the folds."""
         parts = [exchanged(network.train, draw, seed) for seed in range(draw.folds)]
         sources, targets = (np.concatenate(side) for side in zip(*parts, strict=True))
         pairs = network.train.take(sources, targets)
         ordered = Ordered.of(pairs, network.size.batch)
-        # Two of the exchanged targets may read the same.
+        # Two exchanged targets may be equal.
         is_wrong = (network.train.take(sources).target != pairs.target).any(dim=1).cpu().numpy()
         return Question(network, draw, pairs, ordered, is_wrong)
 
     def judged(self, scores: np.ndarray, power: int = 2) -> Cell:  # (N,) or one column per fold (N, folds)
-        """Say how well scores find the wrong pairs, and how well they do per token."""
+        """Measure how well scores, as sums and per token, find the wrong pairs."""
         per_token = scores / (self.pairs.target_lengths.astype(float) ** power).reshape(-1, *[1] * (scores.ndim - 1))
         found: Cell = {}
         for prefix, values in (("", scores), ("mean_", per_token)):
@@ -117,22 +117,22 @@ class Question:
 
 
 def exchanged(train: Pairs, draw: Draw, seed: int) -> tuple[np.ndarray, np.ndarray]:  # (pairs,), (pairs,)
-    """Draw training pairs and exchange the targets of some: the rows of the sources, and those of the targets."""
+    """Sample training pairs and exchange some targets; return the rows of sources and of targets."""
     chance = np.random.default_rng([seed, 3])
     rows = chance.permutation(len(train))[: draw.pairs]
     wrong = chance.permutation(draw.pairs)[: draw.wrong]
     targets = rows.copy()
-    # Round in a circle: none keeps its own.
+    # A cyclic shift, so that no source keeps its own target.
     targets[wrong] = rows[np.roll(wrong, 1)]
     return rows, targets
 
 
 Found = dict[tuple[str, int], Cell]
-"""Numbers by method and K."""
+"""Results by method and K."""
 
 
 def by_the_paper(question: Question, layers: str) -> Found:
-    """All cuts from one pass: without a tail, self-influence is Σ φₖ²/λₖ."""
+    """The paper's estimator for all K from one pass: without a tail, self-influence is Σ φₖ²/λₖ."""
     fitted, took = question.network.fit(layers, PAPER_WAY)
     values = fitted.spectrum.eigenvalues.cpu().numpy()  # (K,), the largest |λ| first
     phi, seconds = with_seconds(lambda: _features(fitted, question), fitted.task.layout.device)
@@ -148,7 +148,7 @@ def by_the_paper(question: Question, layers: str) -> Found:
 
 
 def with_tail(question: Question, layers: str) -> Found:
-    """Both K from one fit."""
+    """The estimator of eigentrace with a tail, for both K from one fit."""
     network, data = question.network, question.ordered.data
     fitted, took = network.fit(layers, OUR_WAY)
     found: Found = {}
@@ -163,7 +163,7 @@ def with_tail(question: Question, layers: str) -> Found:
 
 
 def by_rand_proj(question: Question, layers: str) -> Found:
-    """Sets of rows that the folds take in turn."""
+    """Random projections, with sets of directions that folds use in turn."""
     sets = [_squares(question, layers, et.RandProj(max(KEEPS), seed=seed)) for seed in range(ROW_SETS)]
     squares = np.stack(sets, axis=1)  # (N, sets, K)
     turns = squares[:, np.arange(question.draw.folds) % ROW_SETS]
@@ -171,10 +171,10 @@ def by_rand_proj(question: Question, layers: str) -> Found:
 
 
 def by_rand_select(question: Question, layers: str) -> Found:
-    """Parameters of their own for each fold, few of them among the many."""
+    """Random parameters, selected anew for each fold."""
     folds, most = question.draw.folds, max(SELECTED)
     squares = _squares(question, layers, et.RandSelect(folds * most))
-    # They come in the order of the network's parameters.
+    # In the order of the network's parameters.
     mixed = torch.randperm(folds * most, generator=generator_of(0)).numpy().reshape(folds, most)
     return {
         ("RandSelect", keep): question.judged(np.stack([squares[:, one[:keep]].sum(axis=1) for one in mixed], axis=1))
@@ -198,12 +198,12 @@ WORK: dict[Work, tuple[str, ...]] = {
     by_the_paper: (PAPER_WAY, POSITIVE),
     with_tail: (OUR_WAY,),
 }
-"""What gives which numbers."""
+"""The methods by part."""
 PARTS = {"select": by_rand_select, "proj": by_rand_proj, "arnoldi": by_the_paper, "tail": with_tail}
 
 
 def measure_network(session: Session) -> None:
-    """Train the network, say what it is worth, and how far its loss alone goes."""
+    """Train the network, and measure its quality and that of its loss as a score."""
     part, draw = _part(session)
     if part.has("network") and part.has("loss"):
         return
@@ -214,7 +214,7 @@ def measure_network(session: Session) -> None:
 
 
 def measure(session: Session, layers: str, work: Work) -> None:
-    """Measure one kind of score on the same five draws as all others."""
+    """Measure one kind of score on the same five folds as all others."""
     part, draw = _part(session)
     if _has(part, layers, work):
         return
@@ -245,7 +245,7 @@ def _has(part: Part, layers: str, work: Work) -> bool:
 
 
 def measure_memory(session: Session) -> None:
-    """Measure what scoring takes, by method, engine and batch."""
+    """Measure time and memory of scoring by method, engine and batch size."""
     count = 128 if session.small else 1024
     part = session.part("memory", "Memory of scoring", asdict(size_of(session)) | {"pairs": count})
     names = {(way, size): f"{way}, batch {size}" for way in WAYS for size in BATCHES}
@@ -262,7 +262,7 @@ def measure_memory(session: Session) -> None:
 def _memory(
     network: Network, data: et.Data, way: str, size: int, held: dict[et.RandSelect | et.RandProj, ProjectedFit]
 ) -> Cell:
-    """Score with directions that are drawn once, and of one kind at a time: others would count as memory too."""
+    """Score with one set of directions at a time, so that others do not count as memory."""
     method, engine = SCORED_BY[way]
     task = network.task(ALL)
     device = task.layout.device
@@ -270,7 +270,7 @@ def _memory(
         held.clear()
         held[method] = method.fit(task, data)
     fitted = held[method]
-    # Whole gradients are otherwise taken of as many pairs at a time as a share of the memory holds, whatever the batch.
+    # Otherwise the batch of complete gradients would depend on the free memory.
     whole = 2 * task.layout.numel * task.layout.dtype.itemsize * min(size, WHOLE_AT_ONCE)
     memory = whole if engine == "reverse" else None
     compute = et.Compute(engine=engine, precision=network.size.score_precision, memory=memory, batch=size)

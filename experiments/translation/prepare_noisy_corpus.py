@@ -1,4 +1,4 @@
-"""The noisy corpus put together: writes its tokens and says what it consists of.
+"""Assemble the noisy corpus: write its tokens and print its composition.
 
 python -m experiments.translation.prepare_noisy_corpus --data FOLDER --cache runs/experiments
 """
@@ -14,7 +14,7 @@ from harness.command import say
 
 
 def main(argv: Sequence[str]) -> int:
-    """Put the corpus together and write its tokens."""
+    """Assemble the corpus and write its tokens."""
     command = "python -m experiments.translation.prepare_noisy_corpus"
     parser = argparse.ArgumentParser(prog=command, description="Prepare the noisy corpus.")
     parser.add_argument("--data", type=Path, required=True, help="folder of the files")

@@ -1,4 +1,4 @@
-"""The vocabulary and the tokens of all sentence pairs, 12 MB, so that the experiments themselves need no tokenizer.
+"""Write the vocabulary and the tokens of all sentence pairs, 12 MB, so that the experiments need no tokenizer.
 
 python -m experiments.translation.prepare_pairs --data FOLDER --cache runs/experiments
 """

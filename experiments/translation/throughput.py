@@ -1,4 +1,4 @@
-"""How many sentence pairs an hour are scored by self-influence, from gzipped text on the disk to scores on the disk.
+"""Measure how many sentence pairs per hour are scored by self-influence, from gzipped text to scores on disk.
 
 python -m experiments.translation.throughput --small                   # phrases of a small grammar, on a CPU
 python -m experiments.translation.throughput --data FOLDER             # 173,000 pairs, Transformer Base, on a GPU
@@ -35,7 +35,7 @@ from harness.record import Notes, memory, shown, table
 Engine = Literal["layerwise", "forward"]
 KEEP = 10
 BATCHES = (64, 512, 2048)
-# What is scored at most, in batches and in pairs, so that slow ways take no longer than fast ones.
+# Largest numbers of batches and pairs to score, so that slow ways take no longer than fast ones.
 MOST_BATCHES = 200
 MOST_PAIRS: dict[tuple[Engine, Precision], int] = {
     ("layerwise", "fp32"): 40_000,
@@ -89,14 +89,14 @@ padding and the search for what fits take a share that was not measured."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add what only this experiment understands."""
+    """Add the options of this experiment."""
     network_options(parser)
     parser.add_argument("--pairs", type=positive, help="score so many pairs, drawn at random; all if left out")
     parser.add_argument("--ways", type=choices(*TITLES, RUN), help=f"some of {','.join([*TITLES, RUN])}")
 
 
 def raw_files(corpora: Corpora, temporary: Path) -> list[Path]:
-    """Return the files to read: those of the data, or what the small form takes of them, or phrases, in such files."""
+    """Return the files to read: those of the data, with --small parts of them, or files of phrases."""
     names = ("train", "crawl")
     if corpora.folder is not None and not corpora.small:
         return [corpora.folder / FILES[name] for name in names]
@@ -109,7 +109,7 @@ def raw_files(corpora: Corpora, temporary: Path) -> list[Path]:
 
 
 def read_pairs(paths: Sequence[Path], subwords: Subwords, count: int | None) -> Pairs:
-    """Read files and make tokens of them, nothing taken from or put into the cache."""
+    """Read and tokenise files, without the cache."""
     texts = sum((read_texts(path) for path in paths), start=Texts([], [], []))
     if count is not None and count < len(texts):
         texts = texts.take(np.sort(np.random.default_rng(0).permutation(len(texts))[:count]))
@@ -123,7 +123,7 @@ def write_scores(path: Path, scores: Tensor, ordered: Ordered) -> None:
 
 
 def thinned(pairs: Pairs, most: int) -> Pairs:
-    """Return every n-th pair of those sorted by length, so many as are asked for."""
+    """Return every n-th of the pairs sorted by length, as many as requested."""
     if len(pairs) <= most:
         return pairs
     order = np.argsort(-pairs.lengths, kind="stable")
@@ -132,7 +132,7 @@ def thinned(pairs: Pairs, most: int) -> Pairs:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Counter[int]]:
-    """Count the sizes of the batches that go through a network."""
+    """Record the sizes of the batches that a network evaluates."""
     sizes: Counter[int] = Counter()
     handle = model.register_forward_pre_hook(lambda _, inputs: sizes.update([len(inputs[0])]))
     try:
@@ -142,12 +142,12 @@ def watched(model: nn.Module) -> Iterator[Counter[int]]:
 
 
 def _most(sizes: Counter[int]) -> int:
-    """Return the size of batch that most examples went through in; a few are also looked at one by one."""
+    """Return the batch size of most examples; a few are also evaluated one by one."""
     return max(sizes, key=lambda size: size * sizes[size])
 
 
 def timed_scores(ready: "Ready", pairs: Pairs, compute: et.Compute) -> Cell:
-    """Score pairs and write the scores; say what each took."""
+    """Score pairs and write the scores; return the time of each."""
     fitted = ready.fitted
     device = fitted.task.layout.device
     release(device)
@@ -172,7 +172,7 @@ def timed_scores(ready: "Ready", pairs: Pairs, compute: et.Compute) -> Cell:
 
 
 def per_hour(cell: Cell, read_seconds: float, read: int) -> Cell:
-    """Add the rates: of scoring alone, and end to end with reading."""
+    """Add the rates of scoring only, and end to end with reading."""
     each = (cell["score_seconds"] + cell["write_seconds"]) / cell["scored"]
     return cell | {
         "read_seconds": read_seconds,
@@ -183,12 +183,12 @@ def per_hour(cell: Cell, read_seconds: float, read: int) -> Cell:
 
 
 def cell_name(engine: str, precision: str, batch: int) -> str:
-    """Name a number of the table."""
+    """Return the name of a number of the table."""
     return f"{engine}, {precision}, batch {batch}"
 
 
 class Ready:
-    """The network, its fit, and the pairs to score with what reading them took."""
+    """The network, its fit, and the pairs to score, with the time of reading them."""
 
     def __init__(self, session: Session, folder: Path) -> None:
         self.folder = folder
@@ -200,16 +200,16 @@ class Ready:
         self.subwords = corpora.subwords
         self.count: int | None = session.settings.pairs
         self.pairs, self.read_seconds = with_seconds(self.read, session.device)
-        # What only the first call of a process waits for is not counted.
+        # One-time costs of a process are not counted.
         timed_scores(self, thinned(self.pairs, 16), et.Compute(batch=16))
 
     def read(self) -> Pairs:
-        """Read once more."""
+        """Read the files again."""
         return read_pairs(self.paths, self.subwords, self.count)
 
 
 def measure(session: Session) -> None:
-    """Measure both engines and a whole run."""
+    """Measure both engines and a complete run."""
     settings = asdict(size_of(session)) | {"asked": session.settings.pairs}
     part = session.part("throughput", "Pairs an hour", settings)
     sizes = (16, 64) if session.small else BATCHES
@@ -259,7 +259,7 @@ def _whole(ready: Ready, batch: int) -> Cell:
 
 
 def tables(records: Records) -> list[str]:
-    """Lay out rates beside the paper's, and the seconds of each stage."""
+    """Return the tables of rates, with the paper's, and of the seconds of each stage."""
     cells: dict[str, Cell] = records.get("throughput", {"cells": {}})["cells"]
     notes = Notes()
     paper = ("paper: TPUv2, 16 cores", "–", "2048", "–", "–", "–", "–", "–", "–", f"{PAPER_PER_HOUR / 1e6:.1f}M")

@@ -1,4 +1,4 @@
-"""BLEU as sacreBLEU computes it by default, which is how the paper did: mixed case, 13a, exponential smoothing."""
+"""BLEU with sacreBLEU's defaults, as in the paper: mixed case, 13a tokenisation, exponential smoothing."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ def bleu(guesses: list[str], references: list[str]) -> float:
 
 
 def signature() -> str:
-    """Return what sacreBLEU calls its settings."""
+    """Return sacreBLEU's signature of its settings."""
     metric = _metric()
-    # The number of references is only known after a score.
+    # The number of references is known only after computing a score.
     metric.corpus_score(["a"], [["a"]])
     return str(metric.get_signature())
 

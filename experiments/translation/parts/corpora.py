@@ -1,4 +1,4 @@
-"""German-English sentence pairs: reading them, a shared vocabulary of subwords, padded batches, and the task.
+"""German-English sentence pairs: files, a shared subword vocabulary, padded batches, and the task.
 
 The files are gzipped tables with a header and the columns `de` and `en`; there is no single public file of this kind.
 """
@@ -40,16 +40,16 @@ FILES = {
     "comparable": "deen_comparable_multi30k.tsv.gz",
     "wrong_language": "xxen_paracrawl_wronglang.tsv.gz",
 }
-"""Two thirds of the first file are trained on, the other third is withheld from training."""
+"""The files; two thirds of the first are used for training, the other third is withheld."""
 _CLEAN = ("train", "withheld")
-# The column that says something about each pair.
+# The column with an annotation of each pair.
 _SAID = {"judged": "label", "wrong_language": "lang", "test": "source", "train": "source"}
 PAD, BEGIN, END, UNKNOWN = range(4)
 _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 WORDS = 32_000
-# Tokens of a sentence, its end included; the few pairs with a longer side are left out.
+# Largest number of tokens of a sentence, END included; the few pairs with a longer side are left out.
 LONGEST = 128
-# Batches are as wide as a multiple of this: few shapes, little more padding.
+# The width of batches is rounded up to a multiple of this, for few shapes with little padding.
 _ROUND = 4
 SMALL_WORDS = 240
 _SPACE = "▁"
@@ -57,12 +57,12 @@ _SPACE = "▁"
 
 @dataclass(frozen=True)
 class Texts:
-    """Sentence pairs as they were written."""
+    """Sentence pairs as text."""
 
     german: list[str]
     english: list[str]
     verdicts: list[str]
-    """What people said about each pair, or its language or origin; empty where there is nothing to say."""
+    """An annotation of each pair: a human verdict, its language or its origin; may be empty."""
 
     def __len__(self) -> int:
         return len(self.german)
@@ -76,39 +76,39 @@ class Texts:
 
     @property
     def digest(self) -> str:
-        """What stands for all of the text."""
+        """A digest of all texts."""
         joined = "\n".join((*self.german, *self.english))
         return hashlib.sha256(joined.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Sentence pairs as tokens, each side ended by END and padded; a batch is cut to what it needs."""
+    """Sentence pairs as tokens, both sides with END and padding; batches are trimmed to their longest sentence."""
 
     source: Tensor  # (N, S) int32
     target: Tensor  # (N, T) int32
     rows: np.ndarray  # (N,)
-    """Which of the texts each pair is: those with too long a side are not here."""
+    """Rows of the pairs among the texts, from which pairs with a long side are left out."""
 
     @cached_property
     def source_lengths(self) -> np.ndarray:  # (N,)
-        """Tokens of each source, on the host: a width must be known there before anything is cut."""
+        """Number of tokens of each source, on the CPU, where widths are computed."""
         return (self.source != PAD).sum(dim=1).cpu().numpy()
 
     @cached_property
     def target_lengths(self) -> np.ndarray:  # (N,)
-        """Tokens of each target, which its loss is the sum over."""
+        """Number of tokens of each target, over which its loss is summed."""
         return (self.target != PAD).sum(dim=1).cpu().numpy()
 
     def __len__(self) -> int:
         return len(self.source)
 
     def to(self, device: torch.device) -> "Pairs":
-        """Put the tokens on a device."""
+        """Move the tokens to a device."""
         return Pairs(self.source.to(device), self.target.to(device), self.rows)
 
     def take(self, rows: np.ndarray, targets: np.ndarray | None = None) -> "Pairs":
-        """Return some pairs; `targets` names other rows to take the target sides of."""
+        """Return some pairs, optionally with the targets of other rows."""
         sides = [
             table[torch.from_numpy(index).to(table.device)]
             for table, index in ((self.source, rows), (self.target, rows if targets is None else targets))
@@ -116,7 +116,7 @@ class Pairs:
         return Pairs(sides[0], sides[1], self.rows[rows])
 
     def __add__(self, other: "Pairs") -> "Pairs":
-        """Put pairs after these, as wide as the wider; rows are numbered anew."""
+        """Append pairs, padded to the larger width; rows are renumbered."""
         sides = []
         for first, second in ((self.source, other.source), (self.target, other.target)):
             width = max(first.shape[1], second.shape[1])
@@ -125,11 +125,11 @@ class Pairs:
 
     @cached_property
     def lengths(self) -> np.ndarray:  # (N,)
-        """The tokens of each pair's longer side."""
+        """Number of tokens of each pair's longer side."""
         return np.maximum(self.source_lengths, self.target_lengths)
 
     def batch(self, rows: np.ndarray) -> Batch:
-        """Return what the model reads and should say: sources, targets moved on by one, targets."""
+        """Return sources, decoder inputs (targets shifted by one) and targets."""
         index = torch.from_numpy(rows).to(self.source.device)
         source = self.source[index, : rounded(self.source_lengths[rows].max())].long()
         target = self.target[index, : rounded(self.target_lengths[rows].max())].long()
@@ -137,10 +137,10 @@ class Pairs:
 
 
 class Sentences:
-    """Pairs one by one, in an order of their own, for `et.Data`."""
+    """A dataset of single pairs in a given order, for `et.Data`."""
 
     def __init__(self, pairs: Pairs, order: np.ndarray) -> None:
-        # Cut once: many pairs are read one by one, and each cut takes longer than all else about them.
+        # Trimmed once, since trimming dominates the time of reading single pairs.
         ordered = pairs.take(order)
         self.sides = [
             table[table != PAD].split(lengths.tolist())
@@ -159,21 +159,21 @@ class Sentences:
 
 @dataclass(frozen=True)
 class Ordered:
-    """Pairs as data, the longest first, so that batches hold pairs of one length and the first is the largest."""
+    """Pairs as data, longest first, so that batches have pairs of similar length and the first is the largest."""
 
     data: et.Data
     order: np.ndarray
-    """The pair that each row of the data is."""
+    """The pair of each row of the data."""
 
     @staticmethod
     def of(pairs: Pairs, batch_size: int) -> "Ordered":
-        """Sort."""
+        """Sort pairs by length."""
         pairs = pairs.to(torch.device("cpu"))
         order = np.argsort(-pairs.lengths, kind="stable")
         return Ordered(et.Data(Sentences(pairs, order), padded, batch_size), order)
 
     def back(self, scores: Tensor) -> np.ndarray:  # (N, ...)
-        """Give scores of the data the order of the pairs."""
+        """Return scores of the data in the order of the pairs."""
         found = scores.detach().double().cpu().numpy()
         result = np.empty_like(found)
         result[self.order] = found
@@ -181,7 +181,7 @@ class Ordered:
 
 
 def padded(examples: list[tuple[Tensor, ...]]) -> Batch:
-    """Collate pairs of any lengths."""
+    """Collate pairs of different lengths."""
     sides = []
     for side in zip(*examples, strict=True):
         table = pad_sequence(list(side), batch_first=True, padding_value=PAD)
@@ -195,12 +195,12 @@ def _shifted(source: Tensor, target: Tensor) -> Batch:
 
 
 def rounded(width: Any) -> int:
-    """Return the width that tokens are laid out in where so many are needed."""
+    """Round a number of tokens up to a width of batches."""
     return -(-int(width) // _ROUND) * _ROUND
 
 
 def translation_task(model: nn.Module, params: Params = "trainable") -> et.Task:
-    """Make the task of a translation model: a pair's loss is the sum over the tokens of its target, END included."""
+    """Return the task of a translation model: a pair's loss is the sum over its target tokens, END included."""
 
     def output_loss(logits: Tensor, batch: Batch) -> Tensor:
         labels = batch[-1]
@@ -239,13 +239,13 @@ def read_texts(path: Path, verdict: str = "label") -> Texts:
 
 
 def small_texts(name: str) -> Texts:
-    """Take phrases that stand in for a file."""
+    """Return the phrases that replace a file."""
     return Texts(*(list(column) for column in zip(*stand_ins(name), strict=True)))
 
 
 @dataclass(frozen=True)
 class Subwords:
-    """A vocabulary of byte pairs shared by both languages, learned from some texts once and kept in a folder."""
+    """A byte-pair vocabulary shared by both languages, learned once from some texts and cached in a folder."""
 
     learned_from: Texts
     size: int
@@ -253,11 +253,11 @@ class Subwords:
 
     @property
     def name(self) -> str:
-        """What the vocabulary depends on."""
+        """A digest of everything that the vocabulary depends on."""
         return f"{self.learned_from.digest}_{self.size}"
 
     def pairs(self, texts: Texts) -> Pairs:
-        """Return texts as tokens; the tokenizer is only needed the first time."""
+        """Return texts as tokens, cached, so that the tokenizer is needed only the first time."""
         path = self.folder / f"tokens_{self.name}_{texts.digest}.npz"
 
         def make() -> None:
@@ -270,11 +270,11 @@ class Subwords:
             return _table(**kept)
 
     def encoded(self, texts: Texts) -> Pairs:
-        """Return texts as tokens and keep nothing."""
+        """Return texts as tokens, without the cache."""
         return _table(**self._flat(texts))
 
     def text(self, tokens: list[list[int]]) -> list[str]:
-        """Write tokens out again, without those that stand for no text. Needs no tokenizer, only what it learned."""
+        """Convert tokens to text, without special tokens. Needs the vocabulary, but no tokenizer."""
         path = self.folder / f"subwords_{self.name}.json"
         if not path.exists():
             self._tokenizer()
@@ -315,7 +315,7 @@ class Subwords:
 
 
 def _table(source: np.ndarray, target: np.ndarray, lengths: np.ndarray) -> Pairs:
-    """Lay tokens out in rows of one length, without the pairs that are too long or have an empty side."""
+    """Return tokens padded to one length, without pairs that are too long or have an empty side."""
     rows = np.flatnonzero((lengths.max(axis=0) <= LONGEST) & (lengths.min(axis=0) > 1))
     sides = []
     for flat, size in zip((source, target), lengths, strict=True):
@@ -330,23 +330,23 @@ def _table(source: np.ndarray, target: np.ndarray, lengths: np.ndarray) -> Pairs
 
 @dataclass(frozen=True)
 class Corpora:
-    """All files of the experiments, read when they are asked for."""
+    """All files of the experiments, read on first use."""
 
     folder: Path | None
-    """Phrases stand in where there is none."""
+    """The folder of the data; None to use phrases instead."""
     cache: Path
     small: bool
 
     @staticmethod
     def of(session: Session) -> "Corpora":
-        """Find the data of a session; only at toy size can there be none."""
+        """Return the corpora of a session; only at toy size may the folder be missing."""
         folder: Path | None = session.settings.data
         if folder is None and not session.small:
             raise InputError("Give the folder of the sentence pairs as --data, or try --small.")
         return Corpora(folder, session.settings.cache, session.small)
 
     def texts(self, name: str) -> Texts:
-        """Read a file; at toy size some of it."""
+        """Read a file; at toy size, a part of it."""
         if self.folder is None:
             return small_texts(name)
         texts = self._clean[name] if name in _CLEAN else read_texts(self.folder / FILES[name], _SAID.get(name, ""))
@@ -357,7 +357,7 @@ class Corpora:
 
     @cached_property
     def _clean(self) -> dict[str, Texts]:
-        """The file that is cut in two."""
+        """The file that is split in two."""
         assert self.folder is not None
         texts = read_texts(self.folder / FILES["train"], _SAID["train"])
         away = withheld(texts.german, texts.english)
@@ -365,7 +365,7 @@ class Corpora:
 
     @cached_property
     def subwords(self) -> Subwords:
-        """The vocabulary that was learned from the training pairs."""
+        """The vocabulary, learned from the training pairs."""
         return Subwords(self.texts("train"), SMALL_WORDS if self.small else WORDS, self.cache)
 
     def pairs(self, name: str) -> Pairs:

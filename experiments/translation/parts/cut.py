@@ -1,14 +1,14 @@
-"""What the small form takes of large files."""
+"""The part of large files that --small uses."""
 
 from collections.abc import Sequence
 from itertools import chain, islice, zip_longest
 
-# Letters of the longer side: what so small a network can learn something of.
+# Largest number of characters of the longer side, short enough for a small network.
 SHORT = 60
 
 
 def short_rows(german: Sequence[str], english: Sequence[str], said: Sequence[str], count: int) -> list[int]:
-    """Return rows of short pairs in their order, some of each kind: files have one kind after the other.
+    """Return rows of short pairs, some of each kind, in file order; files are sorted by kind.
 
     Args:
         german: Sources.

@@ -1,4 +1,4 @@
-"""Which language a sentence is in: naive Bayes over its letters, learned from a few sentences of each language."""
+"""Language identification by naive Bayes on character n-grams, trained on a few sentences per language."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,27 +7,27 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-# Up to so many letters in a row are counted together; the space before and after a word is one of them.
+# Largest n of the n-grams, which include the space before and after a word.
 LONGEST_GRAM = 4
-# The table has 2^18 rows: grams that meet in one row are taken for the same.
+# The table has 2^18 rows; n-grams that are hashed to the same row are treated as equal.
 _ROW_BITS = 18
 ROWS = 1 << _ROW_BITS
-# Of every gram in every language before any is seen.
+# Additive smoothing of counts.
 PRIOR_COUNT = 0.01
-# Sentences that are looked up together.
+# Batch size in sentences.
 _AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
 class Languages:
-    """A classifier that has learned: how often each gram comes in each language, as a logarithm."""
+    """A trained classifier: log-frequencies of n-grams by language."""
 
     names: tuple[str, ...]
     table: np.ndarray  # (ROWS + 1, languages) float32; the last row is for what is no gram
 
     @staticmethod
     def learned(sentences: Mapping[str, Sequence[str]]) -> "Languages":
-        """Count the grams of some sentences of each language. All languages are equally likely beforehand."""
+        """Count the n-grams of sentences of each language. The prior over languages is uniform."""
         columns = []
         for texts in sentences.values():
             counts = np.full(ROWS, PRIOR_COUNT)
@@ -37,19 +37,19 @@ class Languages:
         return Languages(tuple(sentences), np.stack(columns, axis=1).astype(np.float32))
 
     def evidence(self, sentences: Sequence[str]) -> np.ndarray:  # (N, languages)
-        """Return how likely each sentence is in each language, as a logarithm; 0 for all where it has no letters."""
+        """Return the log-likelihood of each sentence in each language; 0 for sentences without letters."""
         parts = [np.zeros((0, len(self.names)))]
         table = torch.from_numpy(self.table).double()
         for grams, starts in _grams(sentences):
             begins = torch.from_numpy(starts)
             sums = sum(F.embedding_bag(torch.from_numpy(column), table, begins, mode="sum").numpy() for column in grams)
-            # Two blanks alone are what is left of a sentence without letters.
+            # A sentence without letters is reduced to two spaces.
             has_letters = np.diff(starts, append=grams.shape[1]) > 2
             parts.append(np.asarray(sums) * has_letters[:, None])
         return np.concatenate(parts)
 
     def lead(self, sentences: Sequence[str], expected: str) -> np.ndarray:  # (N,)
-        """Return by how many nats a language is ahead of the likeliest other; negative where it is behind.
+        """Return the log-likelihood ratio, in nats, of a language to the likeliest other one.
 
         Grams overlap and are counted as if they did not, so that a nat of this is worth less than one.
         """
@@ -58,12 +58,12 @@ class Languages:
         return found[:, place] - np.delete(found, place, axis=1).max(axis=1)
 
     def guessed(self, sentences: Sequence[str]) -> list[str]:
-        """Return the likeliest language of each sentence."""
+        """Return the most likely language of each sentence."""
         return [self.names[place] for place in self.evidence(sentences).argmax(axis=1)]
 
 
 def letters(sentence: str) -> str:
-    """Return the words of a sentence in lower case, without anything that is no letter.
+    """Return the words of a sentence in lower case, with letters only.
 
     >>> letters("Um 8 Uhr, O'Neill!")
     'um uhr o neill'
@@ -72,7 +72,7 @@ def letters(sentence: str) -> str:
 
 
 def _grams(sentences: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # (LONGEST_GRAM, signs), (sentences,)
-    """Yield, for some sentences at a time, the row of every gram by where it begins, and where sentences begin."""
+    """Yield, for batches of sentences, the table row of every n-gram by its start, and the starts of sentences."""
     for start in range(0, len(sentences), _AT_ONCE):
         texts = [f" {letters(one)} " for one in sentences[start : start + _AT_ONCE]]
         signs = np.frombuffer("".join(texts).encode("utf-32-le"), dtype=np.uint32).astype(np.uint64)
@@ -82,7 +82,7 @@ def _grams(sentences: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         hashed = np.zeros(len(signs), dtype=np.uint64)
         for size in range(1, LONGEST_GRAM + 1):
             places = np.arange(len(signs) - size + 1)
-            # Multiplied by 2^64 over the golden ratio, whose upper bits spread neighbouring numbers evenly.
+            # Fibonacci hashing: the upper bits of a product with 2^64/golden ratio spread neighbouring numbers evenly.
             hashed = hashed[: len(places)] * np.uint64(1_000_003) + signs[size - 1 :]
             rows = (hashed * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - _ROW_BITS)
             grams[size - 1, : len(places)] = np.where(places + size <= ends[: len(places)], rows, ROWS)

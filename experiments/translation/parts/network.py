@@ -1,4 +1,4 @@
-"""The translation network that the experiments share, and the fits of its curvature, kept for the next command."""
+"""The translation network shared by the experiments, and the fits of its curvature, in a cache."""
 
 import argparse
 import warnings
@@ -36,26 +36,26 @@ OUR_WAY: Estimator = "Arnoldi + tail"
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything that both experiments need."""
+    """Sizes shared by both experiments."""
 
     recipe: Recipe = field(default_factory=Recipe)
     steps: int = 200
     sample: int = 512
-    """Pairs that every product of the paper's iteration draws anew."""
+    """Number of pairs that every product of the paper's iteration samples anew."""
     tail_steps: int = 60
     tail_sample: int = 1024
-    """Pairs that all products of ours are taken on."""
+    """Number of pairs in the fixed sample of our iteration."""
     product_batch: int = 128
-    """Pairs of a curvature product that go through the network together."""
+    """Batch size of curvature products."""
     batch: int = 512
-    """Pairs that are scored together."""
+    """Batch size of scoring."""
     precision: Precision = "fp32"
-    """Of curvature."""
+    """Precision of curvature."""
     basis: Precision = "bf16"
     """What the vectors of the iteration and the directions are held in: 24 GB for 200 of them, and no product of
     more numbers than cuBLAS counts, where fp32 would take twice that and blocks."""
     score_precision: Precision = "fp32"
-    """Of scores with a fit."""
+    """Precision of scores."""
 
 
 SMALL_RECIPE = Recipe(
@@ -66,21 +66,21 @@ SMALL = Size(SMALL_RECIPE, steps=24, sample=32, tail_steps=24, tail_sample=64, p
 
 @dataclass(frozen=True)
 class Network:
-    """A trained network and the pairs it was trained on."""
+    """A trained network and its training pairs."""
 
     model: Transformer
     train: Pairs
     size: Size
     path: Path
-    """Where its weights are kept; its fits lie beside them."""
+    """The file of its weights; its fits are in the same folder."""
     unseen: Mapping[str, Pairs]
-    """Held out: `withheld` from the same corpus, `dev` of news and captions."""
+    """Held-out pairs: `withheld` from the same corpus, `dev` of news and captions."""
     seconds: float = 0.0
-    """It took to train or read it."""
+    """Seconds to train or load it."""
 
     @cached_property
     def facts(self) -> Cell:
-        """Say what the network is worth."""
+        """Return the quality of the network."""
         facts: Cell = {}
         for where, pairs in {"train": self.train, **self.unseen}.items():
             some = np.sort(np.random.default_rng(0).permutation(len(pairs))[:4096])
@@ -88,22 +88,22 @@ class Network:
         parameters = list(self.model.parameters())
         count = sum(p.numel() for p in parameters)
         facts |= {"parameters": count, "seconds": self.seconds, "pairs": len(self.train)}
-        # Whoever trains it again can tell whether it is the same.
+        # A digest of the weights, to compare trainings.
         return facts | {"weights": name_of("sha256", "", *parameters)}
 
     def task(self, layers: str) -> et.Task:
-        """Make the task of all parameters, or of the blocks at the end of the decoder: 3 of 6, half at toy size."""
+        """Return the task with all parameters, or with the last decoder blocks: 3 of 6, half of them at toy size."""
         depth = self.size.recipe.depth
         last = [f"decoder.{number}.*" for number in range(depth - depth // 2, depth)]
         return translation_task(self.model, "trainable" if layers == ALL else last)
 
     @property
     def compute(self) -> et.Compute:
-        """How pairs are scored."""
+        """The computation of scores."""
         return et.Compute(precision=self.size.score_precision, batch="data")
 
     def fit(self, layers: str, estimator: Estimator) -> tuple[EigenFit, float]:
-        """Take the curvature of the training pairs, or read it back; return it with the seconds that took."""
+        """Fit on the training pairs, or load the fit; return it with the seconds of either."""
         method, task = self.method(estimator), self.task(layers)
         path = self.path.with_name(f"{self.path.stem}_{sha256(f'{layers} {method}'.encode()).hexdigest()[:16]}")
 
@@ -116,7 +116,7 @@ class Network:
                 return method.fit(task, Ordered.of(self.train, self.size.product_batch).data)
 
         if not path.exists():
-            # Several processes may need it at this time: one fits. The seconds of the others are those of reading.
+            # If several processes need it, one fits; the seconds of the others are those of loading.
             with alone(path):
                 if not path.exists():
                     fitted, took = with_seconds(work, task.layout.device)
@@ -125,7 +125,7 @@ class Network:
         return with_seconds(lambda: cast(EigenFit, load(path, task)), task.layout.device)
 
     def method(self, estimator: Estimator) -> et.Arnoldi:
-        """Return the settings: the paper's, or Gauss-Newton on a fixed sample with the tail."""
+        """Return the settings of a fit: the paper's, or Gauss-Newton on a fixed sample with the tail."""
         size, keep, basis = self.size, max(KEEPS), et.Basis(dtype=self.size.basis)
         if estimator == PAPER_WAY:
             return et.Arnoldi(
@@ -145,7 +145,7 @@ class Network:
 
 
 def load_network(session: Session) -> tuple[Network, Corpora]:
-    """Train the network of a session, or read it back: once for all parts of a command."""
+    """Train or load the network of a session, once for all parts of a command."""
     torch.backends.cuda.matmul.allow_tf32 = False
     return _loaded(Corpora.of(session), size_of(session), session.device)
 
@@ -167,7 +167,7 @@ def _loaded(corpora: Corpora, size: Size, device: torch.device) -> tuple[Network
 
 
 def size_of(session: Session) -> Size:
-    """Return the sizes that the command line asks for."""
+    """Return the sizes of the command line."""
     if session.small:
         return SMALL
     settings = session.settings
@@ -180,13 +180,13 @@ def size_of(session: Session) -> Size:
 
 
 def needed(*names: str) -> Needed:
-    """Say which files all parts of an experiment read: those of the network, and these."""
+    """Return the files that all parts of an experiment read: those of the network, and these."""
     files = [(FILES[name],) for name in ("train", "dev", *names)]
     return Needed(lambda settings, part: files, origin="docs/translation_data.md says where they come from.")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add what the translation experiments understand."""
+    """Add the options of the translation experiments."""
     parser.add_argument(
         "--cache", type=Path, default=Path("runs/experiments"), help="where networks and fits (6 GB) are kept"
     )

@@ -1,4 +1,4 @@
-"""A noisy corpus of real sentences: clean pairs that no network has seen, and the noise of the web kind by kind.
+"""A noisy corpus of real sentences: clean pairs not used for training, and kinds of noise found on the web.
 
 Each pair keeps its kind.
 """
@@ -16,7 +16,7 @@ from experiments.translation.parts.withheld import withheld
 CLEAN, CRAWL, JUDGED = "clean", "web crawl", "judged by people"
 COMPARABLE, OTHER_LANGUAGE = "comparable", "other language"
 CAPTIONS = "multi30k"
-"""What the origin of captions of photos begins with."""
+"""Prefix of the origin of photo captions."""
 KINDS = {
     CLEAN: "translations, nearly all by people",
     "no translation": "the target of another pair",
@@ -30,24 +30,24 @@ KINDS = {
     CRAWL: "as it was crawled",
     JUDGED: "from published releases of ParaCrawl, already filtered",
 }
-"""What kinds there are, and what they are made of."""
+"""The kinds of pairs, with descriptions."""
 WITHOUT_VERDICT = (CRAWL, JUDGED)
-"""Kinds that are neither clean nor noise as a whole."""
+"""Kinds that are partly clean and partly noise."""
 # Noise is made of a third of the withheld pairs. Of so many of these, two German or two English sentences are put side
 # by side, or a copy is made; and there are so many pairs without information.
 _HALF = 0.5
 _WITHOUT_INFORMATION = 2 / 9
-# A side of fewer words is not cut.
+# Sides with fewer words are not cut.
 _LEAST_CUT = 6
 _PIECE = re.compile(r"(?:https?://|www\.)[^\s)>,]+|\d[\d.,:/-]*\d|\d")
 
 Triples = Iterable[tuple[str, str, str]]
-"""German (or what stands there), English, and what people said."""
+"""German side, English side and human verdict."""
 
 
 @dataclass(frozen=True)
 class NoisyCorpus:
-    """Pairs and what each is."""
+    """Pairs with the kind of each."""
 
     texts: Texts
     kinds: np.ndarray  # (N,) of str
@@ -68,7 +68,7 @@ class NoisyCorpus:
 
     @staticmethod
     def of(corpora: Corpora, seed: int = 0) -> "NoisyCorpus":
-        """Put the corpus together. No pair comes twice, and none that was trained on."""
+        """Assemble the corpus, without duplicates and training pairs."""
         seen = set(_pairs_of(corpora.texts("train")))
         unseen = corpora.texts("withheld")
         captions = {
@@ -90,7 +90,7 @@ class NoisyCorpus:
 
     @staticmethod
     def tokenised(corpora: Corpora, seed: int = 0) -> tuple["NoisyCorpus", Pairs]:
-        """Put the corpus together; return it and its tokens, without the pairs that are too long."""
+        """Assemble the corpus; return it and its tokens, without pairs that are too long."""
         corpus = NoisyCorpus.of(corpora, seed)
         pairs = corpora.subwords.pairs(corpus.texts)
         kept = Pairs(pairs.source, pairs.target, np.arange(len(pairs)))
@@ -98,13 +98,13 @@ class NoisyCorpus:
 
 
 def halves(texts: Texts, seed: int = 0) -> tuple[Texts, Texts]:
-    """Split pairs of other languages: what the classifier learns from, and what goes into the corpus."""
+    """Split pairs of other languages into those for training the classifier and those for the corpus."""
     mixed = np.random.default_rng([seed, 12]).permutation(len(texts))
     return texts.take(np.sort(mixed[::2])), texts.take(np.sort(mixed[1::2]))
 
 
 def _sources(corpora: Corpora, seed: int) -> dict[str, Triples]:
-    """Return the pairs of each kind, without regard to pairs that come twice."""
+    """Return the pairs of each kind, including duplicates."""
     chance = np.random.default_rng([seed, 13])
     unseen = corpora.texts("withheld")
     # No sentence of the noise is in a clean pair either.
@@ -142,7 +142,7 @@ def _paired(german: Sequence[str], english: Sequence[str]) -> Triples:
 
 
 def _partial(texts: Texts, chance: np.random.Generator) -> Triples:
-    """Cut the source, cut the target, or put a second sentence behind one of them, in turn; short ones are not cut."""
+    """Cut the source, cut the target, or append a second sentence to one of them, in turn; short sides are not cut."""
     sides = list(_pairs_of(texts))
     for number, (german, english) in enumerate(sides):
         after = sides[(number + 1) % len(sides)]
@@ -159,14 +159,14 @@ def _partial(texts: Texts, chance: np.random.Generator) -> Triples:
 
 
 def _cut(sentence: str, chance: np.random.Generator) -> str:
-    """Keep the first or the last words: a quarter to a half of them."""
+    """Keep the first or last quarter to half of the words."""
     words = sentence.split()
     size = max(1, round(len(words) * chance.uniform(0.25, 0.5)))
     return " ".join(words[:size] if chance.random() < 0.5 else words[-size:])
 
 
 def _nearly(sentence: str, chance: np.random.Generator) -> str:
-    """Leave a sentence as it is, or leave a word out, change a letter, or write all of it in capitals or not at all."""
+    """Return a sentence unchanged, without a word, with a changed letter, or in upper or lower case."""
     words = sentence.split()
     way = int(chance.integers(4))
     if way == 1 and len(words) > 1:
@@ -179,7 +179,7 @@ def _nearly(sentence: str, chance: np.random.Generator) -> str:
 
 
 def _without_information(texts: Texts, count: int, chance: np.random.Generator) -> Triples:
-    """Put numbers and addresses of some texts together; 1, 2, 3 and so on where there are none."""
+    """Combine numbers and URLs of some texts, or 1, 2, 3, ... if there are none."""
     pieces = sorted({found for side in (texts.german, texts.english) for one in side for found in _PIECE.findall(one)})
     pieces = pieces or [str(number + 1) for number in range(max(count, 1))]
 
@@ -192,7 +192,7 @@ def _without_information(texts: Texts, count: int, chance: np.random.Generator) 
 
 
 def described(corpus: NoisyCorpus) -> dict[str, dict[str, float]]:
-    """Say of each kind how many pairs there are and how many words their sides have on average."""
+    """Return the number of pairs and the mean number of words per side of each kind."""
     sides: dict[str, Callable[[Texts], list[str]]] = {"German": lambda t: t.german, "English": lambda t: t.english}
     words = {name: np.array([len(one.split()) for one in side(corpus.texts)]) for name, side in sides.items()}
     found: dict[str, dict[str, float]] = {}

@@ -1,6 +1,6 @@
-"""Several sentence pairs in one row, as in the paper: none of them sees another, and each begins at the first position.
+"""Packing of several sentence pairs per row, as in the paper, without attention between pairs and with own positions.
 
-Rows are then nearly full on both sides, and batches of one shape but for the last of a pass.
+Rows are then nearly full on both sides, and all batches but the last of an epoch have the same shape.
 """
 
 from collections.abc import Iterator
@@ -17,29 +17,29 @@ from harness.models import Transformer
 
 @dataclass(frozen=True)
 class Plan:
-    """Where pairs go: an entry for each, row by row."""
+    """The row and position of each pair, in the order of rows."""
 
     pairs: np.ndarray
     rows: np.ndarray
     source: np.ndarray
-    """Position of the first token in its row."""
+    """Position of its first token in the row, on each side."""
     target: np.ndarray
     width: int
-    """Tokens of a row, on each side."""
+    """Number of tokens of a row, on each side."""
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return int(self.rows[-1]) + 1
 
     def take(self, start: int, end: int) -> "Plan":
-        """Return the pairs of some rows, counted from `start`."""
+        """Return the pairs of the rows from `start` on."""
         here = slice(*np.searchsorted(self.rows, [start, end]))
         return Plan(self.pairs[here], self.rows[here] - start, self.source[here], self.target[here], self.width)
 
 
 def planned(pairs: Pairs, order: np.ndarray, width: int) -> Plan:
-    """Fill one row after the other with pairs in an order: a new row begins where either side does not fit."""
+    """Fill rows with pairs in a given order; a new row begins if either side does not fit."""
     sizes = zip(pairs.source_lengths[order].tolist(), pairs.target_lengths[order].tolist(), strict=True)
     row, source, target = 0, 0, 0
     found = []
@@ -55,10 +55,10 @@ def planned(pairs: Pairs, order: np.ndarray, width: int) -> Plan:
 
 
 def batches(pairs: Pairs, width: int, tokens: int, seed: int) -> Iterator[Plan]:
-    """Yield one batch of rows after another, for ever: every pair once, then all again in a new order."""
+    """Yield batches of rows forever, with all pairs in a new order in every epoch."""
     draw = np.random.default_rng([seed, 2])
     while True:
-        # Pairs are shuffled, so rows and batches are too.
+        # Pairs are shuffled, and thereby rows and batches.
         plan = planned(pairs, draw.permutation(len(pairs)), width)
         at_once = max(1, tokens // width)
         yield from (plan.take(start, start + at_once) for start in range(0, plan.count, at_once))
@@ -69,13 +69,13 @@ class Side(NamedTuple):
 
     tokens: Tensor  # (R, W), like all
     number: Tensor
-    """Which pair of its row a position belongs to; 0 for padding."""
+    """The pair in its row that a position belongs to; 0 for padding."""
     place: Tensor
     """The position within its sentence."""
 
 
 def packed(pairs: Pairs, plan: Plan) -> tuple[Side, Side]:
-    """Put the tokens of a batch into its rows, on the device of the pairs."""
+    """Return the tokens of a batch, packed, on the device of the pairs."""
     first = np.searchsorted(plan.rows, plan.rows)
     numbers = np.arange(len(plan.rows)) - first + 1
 
@@ -85,7 +85,7 @@ def packed(pairs: Pairs, plan: Plan) -> tuple[Side, Side]:
         found = np.zeros((3, plan.count * plan.width), dtype=np.int64)
         here = np.repeat(plan.rows * plan.width + starts, sizes) + place
         found[:, here] = np.repeat(plan.pairs, sizes), place, np.repeat(numbers, sizes)
-        # Not waited for: a training would stand still at every step until the one before it is done.
+        # Asynchronous: otherwise every step would wait for the previous one.
         there = torch.from_numpy(found.reshape(3, plan.count, plan.width)).to(table.device, non_blocking=True)
         return Side(table[there[0], there[1]].long().masked_fill(there[2] == 0, PAD), there[2], there[1])
 
@@ -100,11 +100,11 @@ def logits_of(model: Transformer, source: Side, target: Side) -> Tensor:  # (R, 
     before = target.tokens.roll(1, dims=1).masked_fill(target.place == 0, BEGIN)
     memory = model.encode(source.tokens, _same(source, source), source.place)
     own = _same(target, target).tril()
-    # Padding may look at anything: with nothing to look at it would become NaN.
+    # Padding attends to everything, since attention to nothing is NaN.
     across = _same(target, source) | (target.number == 0)[:, :, None]
     return model.head(model.decode(before, memory, across, own, target.place))
 
 
 def _same(one: Side, other: Side) -> Tensor:  # (R, W, W)
-    """Tell which positions are of one pair."""
+    """Return which positions belong to the same pair."""
     return one.number[:, :, None] == other.number[:, None, :]

@@ -1,6 +1,6 @@
-"""Rules that clean a corpus without any network: those of three submissions to WMT18 that the paper took as a baseline.
+"""Rules that clean a corpus without a network: the paper's baseline, from three submissions to WMT18.
 
-AFRL looks at words, Alibaba at how alike the two sides are, Microsoft at their languages. A pair must pass all.
+AFRL's rules use words, Alibaba's the similarity of both sides, Microsoft's their languages. A pair must pass all.
 """
 
 import math
@@ -15,17 +15,17 @@ from experiments.translation.parts.noisy_corpus import halves
 
 RATIO = 3.0
 LONGEST_WORD = 30
-"""Characters. The paper says "tokens"; so many subwords in one word hardly ever come, and addresses are meant."""
+"""Largest number of characters of a word. The paper says "tokens", but hardly any word has that many subwords."""
 LEAST_DISTANCE = 2
 LEAST_RELATIVE = 0.1
 DOUBT = 5.0
-"""Nats by which another language must be ahead for a sentence to go: short ones are hard to tell, and stay."""
-# Sentences of German and of English that the classifier learns from; of the other languages it has far fewer.
+"""Log-likelihood ratio, in nats, of another language from which a sentence is dropped; short ones are ambiguous."""
+# Number of German and English sentences to train the classifier on; there are far fewer of other languages.
 _LEARNED_FROM = 5000
 
 
 def afrl(texts: Texts) -> np.ndarray:  # (N,) bool
-    """Keep pairs with at most three times as many words on one side as on the other, and none of over 30 characters."""
+    """Keep pairs whose numbers of words differ by a factor of at most three, without words of over 30 characters."""
     words = [[one.split() for one in side] for side in (texts.german, texts.english)]
     german, english = (np.array([max(1, len(one)) for one in side]) for side in words)
     ratio = english / german
@@ -34,7 +34,7 @@ def afrl(texts: Texts) -> np.ndarray:  # (N,) bool
 
 
 def alibaba(texts: Texts) -> np.ndarray:  # (N,) bool
-    """Keep pairs whose sides are two edits or more apart, and a tenth of their mean length or more, in characters."""
+    """Keep pairs whose edit distance is at least two characters, and at least a tenth of their mean length."""
     return np.array(
         [not are_alike(german, english) for german, english in zip(texts.german, texts.english, strict=True)],
         dtype=bool,
@@ -42,15 +42,15 @@ def alibaba(texts: Texts) -> np.ndarray:  # (N,) bool
 
 
 def are_alike(first: str, second: str) -> bool:
-    """Tell whether the edit distance of two sentences is below either threshold."""
+    """Return whether the edit distance of two sentences is below either threshold."""
     mean = (len(first) + len(second)) / 2
-    # The largest distance that is below a threshold.
+    # The largest distance below a threshold.
     most = max(LEAST_DISTANCE - 1, math.ceil(LEAST_RELATIVE * mean) - 1)
     return within(first, second, most)
 
 
 def within(first: str, second: str, most: int) -> bool:
-    """Tell whether so many insertions, deletions and exchanges at most make one text the other.
+    """Return whether the Levenshtein distance of two texts is at most `most`.
 
     >>> within("kitten", "sitting", 3), within("kitten", "sitting", 2)
     (True, False)
@@ -67,7 +67,7 @@ def within(first: str, second: str, most: int) -> bool:
         return True
     if _least(first, second) > most:
         return False
-    # Only what lies at most so far from the diagonal can be reached; row by row, until nothing is near enough.
+    # Only a band around the diagonal is computed, row by row, until all distances exceed the limit.
     beyond = most + 1
     row = [min(k, beyond) for k in range(len(second) + 1)]
     for i, one in enumerate(first, start=1):
@@ -83,7 +83,7 @@ def within(first: str, second: str, most: int) -> bool:
 
 
 def _least(first: str, second: str) -> int:
-    """Return a number of edits that is surely needed: characters of one that the other does not have."""
+    """Return a lower bound of the edit distance: the characters of one text that the other does not have."""
     counts: dict[str, int] = {}
     for sign in first:
         counts[sign] = counts.get(sign, 0) + 1
@@ -93,7 +93,7 @@ def _least(first: str, second: str) -> int:
 
 
 def learned_languages(corpora: Corpora, seed: int = 0) -> Languages:
-    """Learn German and English from pairs that the network was trained on, and others from half of their pairs."""
+    """Train on German and English of the network's training pairs, and on half of the pairs of other languages."""
     train, foreign = corpora.texts("train"), halves(corpora.texts("wrong_language"), seed)[0]
     some = train.take(np.random.default_rng([seed, 14]).permutation(len(train))[:_LEARNED_FROM])
     sentences = {"de": some.german, "en": some.english}
@@ -103,7 +103,7 @@ def learned_languages(corpora: Corpora, seed: int = 0) -> Languages:
 
 
 def microsoft(texts: Texts, languages: Languages) -> np.ndarray:  # (N,) bool
-    """Keep pairs of a German and an English sentence. One without letters is in no language, and goes."""
+    """Keep pairs of a German and an English sentence; sentences without letters are dropped."""
     kept = np.ones(len(texts), dtype=bool)
     for side, name in ((texts.german, "de"), (texts.english, "en")):
         kept &= languages.lead(side, name) > -DOUBT
@@ -113,7 +113,7 @@ def microsoft(texts: Texts, languages: Languages) -> np.ndarray:  # (N,) bool
 
 @dataclass(frozen=True)
 class Prefiltered:
-    """What each rule keeps."""
+    """The pairs that each rule keeps."""
 
     by_rule: dict[str, np.ndarray]  # each (N,) bool
 
@@ -129,12 +129,12 @@ class Prefiltered:
 
     @property
     def kept(self) -> np.ndarray:  # (N,) bool
-        """What passes all of them."""
+        """The pairs that pass all rules."""
         return np.logical_and.reduce(list(self.by_rule.values()))
 
 
 def languages_told(corpora: Corpora, languages: Languages, seed: int = 0) -> dict[str, float]:
-    """Measure, on sentences it has not learned from, in percent, what the classifier gets right.
+    """Measure the accuracy of the classifier on held-out sentences, in percent.
 
     German and English are those of the development pairs; other languages the half that goes into the corpus, where
     it is right to say that a sentence is in any language but the one expected.

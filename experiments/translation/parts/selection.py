@@ -1,4 +1,4 @@
-"""Choosing pairs of the noisy corpus by a score, and what a small translation network learns from the choice."""
+"""Select pairs of the noisy corpus by a score, and train a small translation network on the selection."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -34,18 +34,18 @@ KEEP = 10
 NONE, PREFILTER, RANDOM, ORACLE = "none", "prefilter", "random", "clean only"
 RAND_PROJ, LOSS, PER_TOKEN = "RandProj", "loss", " per token"
 SETS = ("newstest2016", "multi30k")
-"""What BLEU is taken on, by how the origin of a test sentence begins."""
+"""The test sets of BLEU, by prefix of the origin of a test sentence."""
 NOISY_FILES = ("crawl", "judged", "comparable", "wrong_language", "test")
-"""What the corpus is made of beside the network's files, and what BLEU is taken on."""
+"""The files of the noisy corpus, besides those of the network, and of the test sets of BLEU."""
 RETRAINED = Recipe(width=256, depth=3, heads=4, steps=3000, tokens=4096, lr=2e-3, warm_up=500, dropout=0.2)
-"""14M parameters; the vocabulary is that of the network that scores."""
+"""The small network: 14M parameters, with the vocabulary of the scoring network."""
 SMALL_RETRAINED = Recipe(32, 1, 2, words=240, steps=36, tokens=200, row=100, lr=2e-2, warm_up=8, dropout=0.0)
 STEPS, SMALL_STEPS = (750, 3000), (12, 36)
-"""After which BLEU is taken, in one training."""
-# Tokens that translations of phrases end after: a network that has learned little never ends by itself.
+"""The numbers of steps of a training after which BLEU is measured."""
+# Largest number of tokens of translations of phrases: a poorly trained network never emits END.
 SMALL_LONGEST = 20
 PUBLISHED = Path(__file__).resolve().parents[3] / "docs" / "results" / "data" / "mt_filter_scores"
-"""The scores behind the published numbers, kept like those of the cache."""
+"""The scores of the published numbers, in the format of the cache."""
 
 
 def _arnoldi(network: Network, data: et.Data, estimator: Estimator) -> Tensor:
@@ -63,43 +63,43 @@ SCORES: dict[str, tuple[Callable[[Network, et.Data], Tensor], int]] = {
     OUR_WAY: (lambda network, data: _arnoldi(network, data, OUR_WAY), 2),
     LOSS: (lambda network, data: et.Loss().fit(network.task(ALL), data).self_influence(data), 1),
 }
-"""How each score is made, and the power of the number of target tokens that it is divided by per token."""
+"""The scores: how each is computed, and the power of the number of target tokens that divides it per token."""
 
 
 @lru_cache(maxsize=1)
 def _tokenised(corpora: Corpora) -> tuple[Corpora, NoisyCorpus, Pairs]:
-    """Put the corpus together once for all parts of a command; the files that come back with it have been read."""
+    """Assemble the corpus once for all parts of a command; return it with the files that were read."""
     return corpora, *NoisyCorpus.tokenised(corpora)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The noisy corpus, and everything that is computed of it once and kept in the cache."""
+    """The noisy corpus, with everything computed from it once and cached."""
 
     session: Session
     corpora: Corpora
     corpus: NoisyCorpus
     pairs: Pairs
     published: Path | None = PUBLISHED
-    """Where scores of the same corpus and network lie that another machine made; None to make one's own."""
+    """Folder with scores of the same corpus and network from another machine; None to compute them."""
 
     @staticmethod
     def of(session: Session) -> "Bench":
-        """Put the corpus of a session together, or take that of the part before."""
+        """Assemble the corpus of a session, or reuse that of the previous part."""
         return Bench(session, *_tokenised(Corpora.of(session)))
 
     @cached_property
     def network(self) -> Network:
-        """The network that scores."""
+        """The scoring network."""
         return load_network(self.session)[0]
 
     @cached_property
     def ordered(self) -> Ordered:
-        """The corpus as it is scored."""
+        """The corpus in the order of scoring."""
         return Ordered.of(self.pairs, size_of(self.session).batch)
 
     def scores(self, name: str) -> np.ndarray:  # (N,)
-        """Return a score of every pair; kept, so that only the first who asks computes it."""
+        """Return a score of every pair, cached."""
         if name == RANDOM:
             return np.random.default_rng([0, 15]).random(len(self.pairs))
         plain = name.removesuffix(PER_TOKEN)
@@ -108,7 +108,7 @@ class Bench:
         return values / self.pairs.target_lengths.astype(float) ** power if name != plain else values
 
     def seconds(self, name: str) -> float:
-        """Return how long it took to score, the fit included where that was not there yet."""
+        """Return the seconds of scoring, including the fit if there was none yet."""
         plain = name.removesuffix(PER_TOKEN)
         return float(self._kept(plain, lambda: self._scored(SCORES[plain][0]))["seconds"])
 
@@ -119,7 +119,7 @@ class Bench:
         return {"values": values, "seconds": np.array(took)}
 
     def prefiltered(self) -> Prefiltered:
-        """Return what the rules keep."""
+        """Return the pairs that the rules keep."""
 
         def work() -> dict[str, np.ndarray]:
             return Prefiltered.of(self.corpus.texts, learned_languages(self.corpora)).by_rule
@@ -137,12 +137,12 @@ class Bench:
             return dict(found)
 
     def chosen(self, way: str, percent: float | None = None, among: np.ndarray | None = None) -> np.ndarray:  # (n,)
-        """Return the rows that are chosen, in their order.
+        """Return the selected rows, ascending.
 
         Args:
             way: NONE for all, PREFILTER, ORACLE, or a score.
-            percent: How many of those with the lowest scores.
-            among: Rows to choose from; all if not given.
+            percent: Percentage of pairs to select, with the lowest scores.
+            among: Rows to select from; default: all.
         """
         rows = np.arange(len(self.pairs)) if among is None else among
         if way == NONE:
@@ -154,7 +154,7 @@ class Bench:
         return np.sort(lowest(self.scores(way), rows, percent or 100))
 
     def makeup(self, rows: np.ndarray) -> Cell:
-        """Say what a choice consists of."""
+        """Return the composition of a selection."""
         kinds, lengths = self.corpus.kinds[rows], self.pairs.lengths[rows]
         shares = {kind: 100 * float((kinds == kind).mean()) for kind in KINDS}
         return {
@@ -167,20 +167,20 @@ class Bench:
 
 
 def lowest(scores: np.ndarray, rows: np.ndarray, percent: float) -> np.ndarray:  # (n,)
-    """Return the rows with the lowest scores, the lowest first: so many of a hundred, at least one."""
+    """Return a percentage of the rows, at least one, with the lowest scores, lowest first."""
     count = max(1, round(len(rows) * percent / 100))
     return rows[np.argsort(scores[rows], kind="stable")[:count]]
 
 
 def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write a file that is there as a whole or not at all, whoever else writes it at the same time."""
+    """Write a file atomically, even if several processes write it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished, unfinished.open("wb") as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
 
 def recipe_of(session: Session) -> tuple[Recipe, tuple[int, ...]]:
-    """Return how the small network is trained, and after how many steps BLEU is taken."""
+    """Return the hyperparameters of the small network, and the numbers of steps after which BLEU is measured."""
     if session.small:
         return SMALL_RETRAINED, SMALL_STEPS
     at = session.settings.retrain_steps
@@ -188,7 +188,7 @@ def recipe_of(session: Session) -> tuple[Recipe, tuple[int, ...]]:
 
 
 def translations(bench: Bench, rows: np.ndarray, seed: int) -> tuple[dict[int, list[list[int]]], float]:
-    """Train on some rows and translate the test sentences; kept. Return the tokens by steps, and the seconds taken."""
+    """Train on some rows and translate the test sentences, cached; return tokens by steps, and the seconds."""
     session, device = bench.session, bench.session.device
     recipe, at = recipe_of(session)
     test = bench.corpora.pairs("test")
@@ -222,7 +222,7 @@ def _split(tokens: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
 
 
 def retrained(bench: Bench, rows: np.ndarray, seed: int) -> Cell:
-    """Train on some rows and take BLEU."""
+    """Train on some rows and measure BLEU."""
     test = bench.corpora.pairs("test")
     texts = bench.corpora.texts("test").take(test.rows)
     by_steps, took = translations(bench, rows, seed)
@@ -240,7 +240,7 @@ def retrained(bench: Bench, rows: np.ndarray, seed: int) -> Cell:
 
 
 def measure_choice(part: Part, title: str, choose: Callable[[Bench], np.ndarray]) -> None:
-    """Train again on the pairs that are chosen, with each seed; say what they are and what they are worth."""
+    """Retrain on the selected pairs with each seed; return the composition of the selection and BLEU."""
 
     def work(seed: int) -> Cell:
         bench = Bench.of(part.session)
@@ -255,12 +255,12 @@ _SEED = ", seed "
 
 
 def seeded(title: str, seed: int) -> str:
-    """Name the numbers of a training; those of the first seed bear the title alone."""
+    """Return the name of a training's numbers: the title, with the seed unless it is the first."""
     return f"{title}{_SEED}{seed}" if seed else title
 
 
 def over_seeds(record: Record) -> Record:
-    """Put the trainings of each choice together: means, and deviations where there are several."""
+    """Summarise the trainings of each selection by means and, if there are several, standard deviations."""
     trainings: dict[str, list[Cell]] = {}
     for name, cell in record["cells"].items():
         trainings.setdefault(name.partition(_SEED)[0], []).append(cell)
@@ -268,7 +268,7 @@ def over_seeds(record: Record) -> Record:
 
 
 def _mean(trainings: list[Cell]) -> Cell:
-    """What the choice consists of is the same for all; a training that failed counts only if all did."""
+    """Average over trainings; the composition is the same for all, and failures count only if all failed."""
     cells = [cell for cell in trainings if "failed" not in cell] or trainings
     found = dict(cells[0])
     for key in [key for key in found if "@" in key and len(cells) > 1]:
@@ -278,19 +278,19 @@ def _mean(trainings: list[Cell]) -> Cell:
 
 
 def bleu_key(name: str, steps: int) -> str:
-    """Name the BLEU of a set after some steps."""
+    """Return the name of the BLEU of a test set after some steps."""
     return f"{name} @{steps}"
 
 
 def begin(session: Session, name: str, title: str) -> Part:
-    """Begin a part whose numbers come from training again."""
+    """Begin a part whose numbers come from retraining."""
     recipe, at = recipe_of(session)
     settings = {"network": repr(size_of(session)), "retrained": repr(recipe), "at": list(at)}
     return session.part(name, title, settings)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add what the experiments that train again understand."""
+    """Add the options of experiments that retrain."""
     network_options(parser)
     parser.add_argument(
         "--retrain-steps",

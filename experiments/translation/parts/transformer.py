@@ -1,4 +1,4 @@
-"""Transformer Base for translation, and how it is trained.
+"""Transformer Base for translation, and its training.
 
 The paper's sizes: 6 + 6 blocks, 512 wide, 8 heads, 2,048 in between, one embedding of 32k subwords for source, target
 and output. As in the example of Flax that the paper names (examples/wmt): norms first and one after the last block,
@@ -47,22 +47,22 @@ class Recipe:
     heads: int = 8
     words: int = 32_000
     steps: int = 2000
-    """At the default size 20 times through the two thirds of the pairs that are trained on."""
+    """Number of steps; at the default size, 20 epochs of the training pairs."""
     tokens: int = 16_384
-    """Of a batch, on each side, padding included."""
+    """Number of tokens of a batch, on each side, including padding."""
     row: int = 256
-    """Of these in a row, which holds as many pairs as fit."""
+    """Number of tokens of a row, in which as many pairs as fit are packed."""
     lr: float = 1e-3
     warm_up: int = 1000
     dropout: float = 0.3
-    """Of embeddings and of what each layer adds."""
+    """Dropout of embeddings and of the output of each layer."""
     smoothing: float = 0.1
-    """Of the labels, in training only: losses that are scored have none."""
+    """Label smoothing, in training only: scored losses have none."""
     save_every: int = 1000
 
 
 def make_transformer(recipe: Recipe, device: torch.device, seed: int) -> Transformer:
-    """Draw the first weights: 60.5M of them at the default size."""
+    """Build the network with random weights; the default size has 60.5M parameters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Transformer(
@@ -87,19 +87,19 @@ def train_transformer(
     *,
     record: bool = True,
 ) -> None:
-    """Train in place, on the device that the pairs lie on.
+    """Train in place on the device of the pairs.
 
-    Everything follows from the seed: called again on the same kind of device, it gives the same weights to the bit.
+    Training is deterministic: on the same kind of device, equal seeds give bitwise equal weights.
 
     Args:
-        model: The network with its first weights.
-        pairs: What to train on.
-        recipe: How.
-        seed: Of the order and of dropout.
-        unfinished: A file that keeps the state every so many steps, so that the same call goes on from there.
+        model: The network with its initial weights.
+        pairs: The training pairs.
+        recipe: The hyperparameters.
+        seed: Seed of the order and of dropout.
+        unfinished: A file to which the state is saved regularly, and from which the same call resumes.
         after: Called with the number of steps done, after each of them. It may leave the model in eval mode and draw
             random numbers: neither changes the training.
-        record: On a GPU, record the kernels of a step once and play them again from then on: the same numbers, sooner.
+        record: On a GPU, record a step as a CUDA graph and replay it: the same numbers in less time.
     """
     device = pairs.source.device
     on_gpu = device.type == "cuda"
@@ -109,7 +109,7 @@ def train_transformer(
     with torch.random.fork_rng(devices=[device] if on_gpu else []):
         drawn = batches(pairs, recipe.row, recipe.tokens, seed)
         for step, plan in enumerate(islice(drawn, begin, recipe.steps), start=begin):
-            # Dropout of a step is its own, so that a training that was interrupted goes on as if it had not been.
+            # Dropout is seeded per step, so that a resumed training gives the same numbers.
             torch.manual_seed(seed * 1_000_003 + step)
             model.train()
             for group in optimizer.param_groups:
@@ -126,7 +126,7 @@ def train_transformer(
 
 
 class _Gradients:
-    """Gives the parameters the gradient of a batch, shortened if it is long.
+    """Computes the gradient of a batch, clipped by its norm.
 
     A small network's step is thousands of kernels that take longer to launch one by one than to run. So all of a step
     are recorded, once a shape of batch has come a few times, and launched as one from then on. Most batches are of one
@@ -134,13 +134,13 @@ class _Gradients:
     """
 
     BEFORE = 3
-    """Plain steps of a shape before it is recorded: libraries allocate what they need in the first."""
+    """Number of eager steps of a shape before it is recorded: libraries allocate memory in the first."""
 
     def __init__(self, model: Transformer, smoothing: float, record: bool) -> None:
         self.model, self.smoothing, self.record = model, smoothing, record
         self.seen: Counter[torch.Size] = Counter()
         self.recordings: dict[torch.Size, _Recording] = {}
-        # One is played at a time, so all may use the same memory.
+        # Only one is replayed at a time, so all share one memory pool.
         self.pool = torch.cuda.graph_pool_handle() if record else None
 
     def __call__(self, source: Side, target: Side) -> None:
@@ -154,7 +154,7 @@ class _Gradients:
             self.plain(source, target)
 
     def plain(self, source: Side, target: Side) -> None:
-        """Launch kernel by kernel."""
+        """Run a step eagerly."""
         with _repeatable():
             loss = _loss(self.model, source, target, self.smoothing)
             self.model.zero_grad(set_to_none=True)
@@ -163,14 +163,14 @@ class _Gradients:
 
 
 class _Recording:
-    """What a function of a batch launches on the GPU, to be launched again for other batches of the same shape."""
+    """A CUDA graph of a function of a batch, replayed for other batches of the same shape."""
 
     def __init__(self, work: Callable[[Side, Side], None], model: nn.Module, pool: Any, *sides: Side) -> None:
-        # What is played reads these tensors and writes those gradients, whatever they hold.
+        # The graph always reads these tensors and writes those gradients.
         self.read = tuple(Side(*(tensor.clone() for tensor in side)) for side in sides)
         self.parameters = list(model.parameters())
         self.graph = torch.cuda.CUDAGraph()
-        # Gradients that are there already would be kept and added to.
+        # Existing gradients would be accumulated to.
         model.zero_grad(set_to_none=True)
         with torch.cuda.graph(self.graph, pool):
             work(*self.read)
@@ -179,7 +179,7 @@ class _Recording:
     def play(self, *sides: Side) -> None:
         for place, tensor in zip(chain(*self.read), chain(*sides), strict=True):
             place.copy_(tensor)
-        # Random numbers follow the generator's seed, as if they were drawn now.
+        # Replays use the generator's current seed.
         self.graph.replay()
         for parameter, gradient in zip(self.parameters, self.written, strict=True):
             parameter.grad = gradient
@@ -187,13 +187,13 @@ class _Recording:
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    """Have sums always taken in one order."""
-    # PyTorch refuses matrix products on a GPU without it.
+    """Use deterministic algorithms inside the context."""
+    # PyTorch requires it for deterministic matrix products on a GPU.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    # Nothing here reads what it has not written, so filling new tensors first would only cost time.
+    # Filling uninitialised memory is not needed here, and takes time.
     settings.fill_uninitialized_memory = False
     try:
         yield
@@ -203,7 +203,7 @@ def _repeatable() -> Iterator[None]:
 
 
 def rate(step: int, warm_up: int) -> float:
-    """Return the share of the highest learning rate that a step, counted from 1, has."""
+    """Return the learning rate of a step, counted from 1, relative to the highest."""
     return min(step / warm_up, math.sqrt(warm_up / step))
 
 
@@ -216,7 +216,7 @@ def _loss(model: Transformer, source: Side, target: Side, smoothing: float) -> T
 
 
 def _resumed(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path | None) -> int:
-    """Put a training back to where it was saved; return the steps that are done."""
+    """Restore the saved state of a training; return the number of finished steps."""
     if path is None or not path.exists():
         return 0
     state = torch.load(path, weights_only=True, map_location="cpu")
@@ -226,7 +226,7 @@ def _resumed(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path | No
 
 
 def held_out(model: nn.Module, pairs: Pairs, tokens: int = 16_384) -> dict[str, float]:
-    """Measure the loss per token, in nats, and the share of tokens guessed right after the true ones before them."""
+    """Measure the loss per token, in nats, and the accuracy of next tokens given the true previous ones."""
     model.eval()
     order = np.argsort(-pairs.lengths, kind="stable")
     total, right, start = 0.0, 0, 0

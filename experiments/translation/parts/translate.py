@@ -1,4 +1,4 @@
-"""Translations by a trained network: greedy, or by beam search with length normalisation.
+"""Translate with a trained network: greedily, or by beam search with length normalisation.
 
 Beam search compares translations as the example of Flax that the paper names: Y, its end counted, is worth
 log p(Y) / ((5 + |Y|) / 6)^0.6. It stops by a rule of its own, when as many translations of a sentence have ended as the
@@ -15,9 +15,9 @@ from experiments.translation.parts.corpora import BEGIN, END, LONGEST, PAD
 from harness.models import DecoderBlock, Transformer, attend
 
 ALPHA = 0.6
-# What no translation holds.
+# Tokens that translations must not contain.
 _NEVER = [PAD, BEGIN]
-# Greedy search drops the sentences that are done when no more than this share of a batch goes on.
+# Greedy search drops finished sentences when at most this share of a batch is unfinished.
 _SHRINK = 0.75
 
 
@@ -28,11 +28,11 @@ def translated(
     """Translate sentences on the device of the model, in bfloat16 on a GPU.
 
     Args:
-        model: The network. It is put in eval mode.
-        sources: (N, S), each ended by END and padded.
-        beam: Translations that are followed at a time; 1 takes the most probable token at every step.
-        tokens: Of the source, padding included and once per translation followed, that go through the network together.
-        longest: Translations end after so many tokens.
+        model: The network, which is put in eval mode.
+        sources: (N, S), with END and padding.
+        beam: Beam width; 1 for greedy search.
+        tokens: Batch size in source tokens, including padding, times the beam width.
+        longest: Largest number of tokens of a translation.
 
     Returns:
         The tokens of each translation, without END.
@@ -53,12 +53,12 @@ def translated(
 
 
 def worth(log_probability: Tensor | float, length: int) -> Tensor | float:
-    """Return what beam search compares translations of different lengths by; `length` counts END."""
+    """Return the length-normalised score of a translation; `length` includes END."""
     return log_probability / ((5 + length) / 6) ** ALPHA
 
 
 def _batches(sources: Tensor, tokens: int) -> Iterator[Tensor]:
-    """Yield the rows of one batch after another, the longest sentences first."""
+    """Yield the rows of batches, longest sentences first."""
     lengths = (sources != PAD).sum(dim=1).cpu()
     order = torch.argsort(lengths, descending=True, stable=True)
     start = 0
@@ -69,15 +69,15 @@ def _batches(sources: Tensor, tokens: int) -> Iterator[Tensor]:
 
 
 class Decoding:
-    """Translations that grow by a token at a time; what attention needs of the tokens before is kept."""
+    """Incremental decoding with cached keys and values."""
 
     def __init__(self, model: Transformer, memory: Tensor, mask: Tensor) -> None:
         self.model, self.mask, self.place = model, mask, 0
         self.blocks = [_Block(block, memory) for block in model.decoder]
 
     def next(self, tokens: Tensor) -> Tensor:  # (R,) -> (R, words)
-        """Add a token to each; return the log-probabilities of what comes after it."""
-        # Filled on the device: a number brought there would be waited for at every token.
+        """Append a token to each translation; return the log-probabilities of the next tokens."""
+        # Filled on the device: a copy from the CPU would synchronise at every token.
         x = self.model.embed(tokens[:, None], torch.full((1, 1), self.place, device=tokens.device))
         for block in self.blocks:
             x = block(x, self.mask)
@@ -88,14 +88,14 @@ class Decoding:
         return logits.log_softmax(dim=1)
 
     def take(self, rows: Tensor) -> None:
-        """Go on with some of the translations, in a new order; one may come several times."""
+        """Continue with selected translations, in a new order and possibly repeated."""
         self.mask = self.mask[rows]
         for block in self.blocks:
             block.take(rows)
 
 
 class _Block:
-    """A block of the decoder with its keys and values: of the source, and of the positions so far."""
+    """A decoder block with cached keys and values of the source and of previous positions."""
 
     def __init__(self, block: nn.Module, memory: Tensor) -> None:
         assert isinstance(block, DecoderBlock)
@@ -140,7 +140,7 @@ def _greedy(model: Transformer, source: Tensor, longest: int, _: int = 1) -> lis
             _store(found, rows[ended], said[ended, 1:-1])
             going &= ~ended
             left = going.nonzero().flatten()
-            # Sentences that are done take no more part, but go in groups: a GPU loads kernels for every new size.
+            # Finished sentences are dropped in groups: a GPU loads new kernels for every new batch size.
             if len(left) <= _SHRINK * len(rows):
                 rows, said, going = rows[left], said[left], going[left]
                 decoding.take(left)
@@ -154,25 +154,25 @@ def _store(found: list[list[int]], rows: Tensor, said: Tensor) -> None:
 
 
 def _beams(model: Transformer, source: Tensor, longest: int, beam: int) -> list[list[int]]:
-    """Follow the most probable beginnings of each sentence; beams of one sentence stand one after the other."""
+    """Run beam search; the beams of one sentence are adjacent rows."""
     device = source.device
     mask = source != PAD
     decoding = Decoding(model, *(t.repeat_interleave(beam, dim=0) for t in (model.encode(source, mask), mask)))
     rows = torch.arange(len(source), device=device)
     said = torch.full((len(source), beam, 1), BEGIN, device=device)
-    # All begin alike: at first there is only one.
+    # All beams start equal, so only the first counts at first.
     scores = torch.full((len(source), beam), float("-inf"), device=device)
     scores[:, 0] = 0.0
     best = [(float("-inf"), list[int]()) for _ in source]
     done = torch.zeros(len(source), dtype=torch.long, device=device)
     for length in range(1, longest + 1):
         after = scores[:, :, None] + decoding.next(said[:, :, -1].flatten()).unflatten(0, (-1, beam))
-        # Twice as many as are followed: as many as end at this step may be among them.
+        # Twice the beam width, since up to a beam width of candidates may end at this step.
         values, places = after.flatten(1).topk(min(2 * beam, after[0].numel()), dim=1)
         token, parent = places % after.shape[2], places // after.shape[2]
         tried = torch.cat([said.gather(1, parent[:, :, None].expand(-1, -1, length)), token[:, :, None]], dim=2)
         ended = (token == END) & values.isfinite()
-        # An end counts only among the first, as one that is followed would.
+        # An ended candidate counts only if it is within the beam width, like others.
         here = ended & (torch.arange(values.shape[1], device=device) < beam)
         _compare(best, rows, worth(values, length), tried[:, :, 1:-1], here)
         done += here.sum(dim=1)
@@ -194,7 +194,7 @@ def _beams(model: Transformer, source: Tensor, longest: int, beam: int) -> list[
 def _compare(
     best: list[tuple[float, list[int]]], rows: Tensor, values: Tensor | float, said: Tensor, there: Tensor
 ) -> None:
-    """Keep the best translation of each sentence."""
+    """Return the best translation of each sentence."""
     assert isinstance(values, Tensor)
     which, place = there.nonzero(as_tuple=True)
     for row, value, tokens in zip(

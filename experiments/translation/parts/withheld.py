@@ -1,4 +1,4 @@
-"""Which sentence pairs training never sees."""
+"""Sentence pairs that are withheld from training."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ SHARE = 1 / 3
 
 
 def withheld(german: Sequence[str], english: Sequence[str], seed: int = 0) -> np.ndarray:  # (N,) bool
-    """Choose a third of the pairs so that none has a sentence, of either language, in common with the others.
+    """Withhold a third of the pairs, none of which shares a sentence, in either language, with the others.
 
     Corpora hold one sentence with several translations. Pairs that hang together through such sentences stay on one
     side, or what is withheld would be half seen.
@@ -22,7 +22,7 @@ def withheld(german: Sequence[str], english: Sequence[str], seed: int = 0) -> np
 
 
 def together(german: Sequence[str], english: Sequence[str]) -> np.ndarray:  # (N,) int
-    """Number the groups of pairs that hang together through equal sentences."""
+    """Return the connected components of pairs that share sentences."""
     leader = list(range(len(german)))
 
     def first(row: int) -> int:
