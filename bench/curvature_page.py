@@ -1,4 +1,4 @@
-"""The page of `bench.curvature`: tables from its JSON, the goal beside the number."""
+"""Render the page of `bench.curvature`: tables from its JSON file, with the goal."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -9,22 +9,22 @@ from harness.record import Notes, Record, heading, judged, memory, millions, rea
 
 KINDS, PRECISIONS, MODES = ("hessian", "gauss-newton"), ("fp32", "bf16"), ("eager", "compiled")
 FIT_GOAL = ("vit_l_32", 200, 180.0)
-"""A fit of ViT-L/32 with this many products takes at most so many seconds on an H200."""
+"""The goal: number of products of a fit of ViT-L/32, and its seconds on an H200."""
 PARTS = ("checks", "first product", "products", "orthogonalisation", "eigenvectors")
 
 
 def product_cell(kind: str, precision: str, mode: str) -> str:
-    """Name the cell of one product."""
+    """Return the name of the cell of one product."""
     return f"{kind}/{precision}/{mode}"
 
 
 def fit_cell(steps: int, mode: str) -> str:
-    """Name the cell of a fit."""
+    """Return the name of the cell of a fit."""
     return f"fit/{steps}/{mode}"
 
 
 def render(out: Path, small: bool) -> None:
-    """Write the tables from the JSON."""
+    """Render the tables from the JSON file."""
     name = stem("curvature", small=small)
     command = "python -m bench.curvature" + (" --small" if small else "")
     lines = heading("Curvature products and fits" + (", small models" if small else ""), command, name)

@@ -1,4 +1,4 @@
-"""The page of `bench.fidelity`: tables from its JSON, goals beside the numbers."""
+"""Render the page of `bench.fidelity`: tables from its JSON file, with goals."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +10,11 @@ from harness.record import Notes, Record, judged, shown, table
 
 KS = (10, 20, 50, 100, 200)
 SIZES = (128, 256, 512, 1024, 4096)
-"""Numbers of stored coordinates."""
+"""Numbers R of stored coordinates."""
 DELTAS = tuple(10 ** (exponent / 2) for exponent in range(-7, 1))
 """Eight values of δ, half a decade apart."""
 REGIMES = {"mlp-short": (0.01, 10), "mlp-fast": (0.05, 20), "mlp-slow": (0.002, 50)}
-"""Learning rate and epochs of the trainings beside the usual one."""
+"""Learning rate and epochs of the trainings besides the default one."""
 TAILS: tuple[Literal["auto", "shaped"] | None, ...] = (None, "auto", "shaped")
 STORED_TAILS: tuple[Literal["auto", "shaped"], ...] = ("auto", "shaped")
 _NAMES = {None: "truncated, as in the paper", "auto": "tail, δ = λ_K", "shaped": "shaped tail"}
@@ -23,22 +23,22 @@ _MLP_GOAL, _LOGISTIC_GOAL, _GAIN_GOAL, _GRID_GOAL, _STORED_GOAL, _OVERLAP_GOAL =
 
 
 def tail_cell(tail: str | None, keep: int) -> str:
-    """Name the cell of one cut."""
+    """Return the name of the cell of one K and tail."""
     return f"{tail or 'truncated'}/{keep}"
 
 
 def grid_cell(keep: int, delta: float) -> str:
-    """Name the cell of one δ of the grid."""
+    """Return the name of the cell of one δ of the grid."""
     return f"delta/{keep}/{delta:.3g}"
 
 
 def stored_cell(tail: str, keep: int, size: int) -> str:
-    """Name the cell of scores from stored features."""
+    """Return the name of the cell of scores from stored features."""
     return f"stored/{tail}/{keep}/{size}"
 
 
 def render(out: Path, small: bool) -> None:
-    """Write the tables from the JSON."""
+    """Render the tables from the JSON file."""
     about = (
         "LDS (linear datamodelling score) in percent: the rank correlation, over 100 random halves of 5,000 digits, "
         "five networks trained on each, between the loss of a query and what the scores of its half predict, averaged "

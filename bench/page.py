@@ -1,4 +1,4 @@
-"""The page of a benchmark, written from its results."""
+"""Render the page of a benchmark from its results."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from harness.record import Record, heading, read, runs_of, stem
 def write_page(
     out: Path, bench: str, title: str, about: str, machine: Callable[[dict[str, Record]], list[str]], *, small: bool
 ) -> None:
-    """Write a benchmark's page from its JSON: what it is about, then one section per machine."""
+    """Render a benchmark's page from its JSON file: an introduction, then one section per machine."""
     name = stem(bench, small=small)
     command = f"python -m bench.{bench}" + (" --small" if small else "")
     lines = [*heading(title + (", small" if small else ""), command, name), "", about]

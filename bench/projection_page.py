@@ -1,4 +1,4 @@
-"""The page of `bench.projection`: tables and a plot from its JSON, the goals beside the numbers."""
+"""Render the page of `bench.projection`: tables and a plot from its JSON file, with goals."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,42 +11,42 @@ from harness.record import Notes, Record, heading, judged, memory, millions, rea
 
 FORWARD_K = 10
 ROTATED = 1024
-"""Coordinates in a two-sided rotated basis, for the comparison with dense rows."""
+"""Number of coordinates in a two-sided rotated basis, for comparison with dense directions."""
 ROTATED_CELL = f"rotated/{ROTATED}"
 RATE_GOALS = {("vit_l_32", 10): 2700, ("vit_l_32", 100): 2000, ("transformer_base", 10): 28000}
-"""Examples per second on an H200, by model and K."""
+"""Goals for examples per second on an H200, by model and K."""
 TIME_GOAL, TIME_GOAL_K = 1.5, 100
-"""Time per example in compiled training steps, for K up to this."""
+"""Goals for the time per example in compiled training steps, for K up to this."""
 GROWTH_GOAL = 1.5
-"""Time at K = 100 over time at K = 10, at the small sizes."""
+"""Goal for the ratio of the times at K = 100 and K = 10, at the small sizes."""
 
 
 def layerwise_cell(k: int, compiles: bool) -> str:
-    """Name the cell of layerwise mode at K."""
+    """Return the name of the cell of layerwise mode at K."""
     return f"layerwise/{k}" + ("/compiled" if compiles else "")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the tables: a model, eager or compiled, on some machine."""
+    """One row of the tables: a model, eager or compiled, on a machine."""
 
     model: str
     record: Record
     compiles: bool
     has_goals: bool
-    """Whether the goals for speed hold here: they are set for a GPU and the large models."""
+    """Whether the goals for speed apply: they are for large models on a GPU."""
 
     @property
     def title(self) -> str:
-        """Its first column."""
+        """The text of the first column."""
         return self.record["title"] + (", compiled" if self.compiles else "")
 
     def cell(self, k: int) -> Cell | None:
-        """Layerwise mode at K."""
+        """Return the cell of layerwise mode at K."""
         return self.record["cells"].get(layerwise_cell(k, self.compiles))
 
     def rate(self, k: int) -> float | None:
-        """Examples per second at K."""
+        """Return the examples per second at K."""
         return (self.cell(k) or {}).get("rate")
 
     @property
@@ -67,7 +67,7 @@ class Row:
 
 
 def render(out: Path, small: bool) -> None:
-    """Write the tables and the plot from the JSON."""
+    """Render the tables and the plot from the JSON file."""
     name = stem("projection", small=small)
     results = read(data_file(out, name))
     command = "python -m bench.projection" + (" --small" if small else "")
@@ -129,7 +129,7 @@ Write = Callable[[Row, int | None, Cell | None], str]
 def _grid(
     rows: Sequence[Row], ks: Sequence[int], write: Write, *, facts: bool = False, growth: bool = False
 ) -> list[str]:
-    """Lay out one kind of number: the training step, forward mode, then layerwise mode at every K."""
+    """Return the table of one number: of the training step, forward mode, and layerwise mode at every K."""
     headings = ["model", *(["parameters", "batch"] if facts else []), "training step", f"forward, K = {FORWARD_K}"]
     headings += (
         [f"K = {k}" for k in ks]
@@ -151,7 +151,7 @@ def _grid(
 
 
 def _summary(rows: Sequence[Row], small: bool) -> list[str]:
-    """Count the goals that are met, eager or compiled, and name the others."""
+    """Count the goals that are met, eager or compiled, and list the others."""
     met: dict[str, bool] = {}
     for row in rows:
         for text, reached in _goals(row, small):
@@ -182,7 +182,7 @@ def _goals(row: Row, small: bool) -> Iterator[tuple[str, bool]]:
 
 
 def fastest(record: Record, *, measured: bool = True) -> dict[int, float]:
-    """Return the best rate at each K, eager or compiled; 0 where none was measured, if these are asked for."""
+    """Return the best rate at each K, eager or compiled, optionally with 0 where none was measured."""
     rates: dict[int, float] = {}
     for name, cell in record["cells"].items():
         if name.startswith("layerwise/") and ("rate" in cell or not measured):

@@ -1,4 +1,4 @@
-"""Where results lie in a folder: pages on top, the numbers behind them in data/, what is drawn of them in figures/."""
+"""The layout of a folder of results: pages on top, their numbers in data/, their figures in figures/."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,22 +9,22 @@ _DATA, _FIGURES = "data", "figures"
 
 
 def data_link(name: str) -> str:
-    """Return what a page calls the numbers behind it."""
+    """Return the link of a page to its numbers."""
     return f"{_DATA}/{name}.json"
 
 
 def data_file(out: Path, name: str) -> Path:
-    """Return where the numbers behind a page lie."""
+    """Return the path of the numbers of a page."""
     return out / data_link(name)
 
 
 def check_layout(out: Path, name: str, merged: Sequence[Path]) -> None:
-    """Refuse a folder whose numbers lie beside the page, as they once did, where they would be left out of the page.
+    """Exit with a message if the numbers are next to the page, their former place, where they would be ignored.
 
     Args:
-        out: The folder.
-        name: Of the page.
-        merged: Files that are merged into the numbers.
+        out: The folder of results.
+        name: The name of the page.
+        merged: Files to be merged into the numbers.
     """
     former, path = out / f"{name}.json", data_file(out, name)
     if former.exists() and not path.exists() and former.resolve() not in {file.resolve() for file in merged}:
@@ -35,23 +35,23 @@ def check_layout(out: Path, name: str, merged: Sequence[Path]) -> None:
 
 
 def page_file(out: Path, name: str) -> Path:
-    """Return where a page lies."""
+    """Return the path of a page."""
     return out / f"{name}.md"
 
 
 def save_page(out: Path, name: str, lines: Iterable[str]) -> None:
-    """Write a page from its lines."""
+    """Write the lines of a page to its file."""
     out.mkdir(parents=True, exist_ok=True)
     page_file(out, name).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def figure_link(name: str) -> str:
-    """Return what a page calls a figure."""
+    """Return the link of a page to a figure."""
     return f"{_FIGURES}/{name}.svg"
 
 
 def save_figure(out: Path, name: str, svg: str) -> None:
-    """Write a figure where its page looks for it."""
+    """Write a figure to the path that its page links to."""
     path = out / figure_link(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(svg, encoding="utf-8")

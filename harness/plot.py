@@ -1,6 +1,6 @@
-"""Plots and sheets of small pictures, drawn with matplotlib: SVG files on white, read on light and dark pages alike.
+"""Plots and sheets of small images as SVG files, drawn with matplotlib on white, for light and dark pages.
 
-matplotlib comes with the development group and is imported where it draws: benchmarks measure without it.
+matplotlib is in the development group and is imported only for drawing, so that benchmarks run without it.
 """
 
 import base64
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Drawing = Callable[[], str]
-"""Draws one figure when it is called: the text of an SVG file."""
+"""Draws a figure when called, and returns it as the text of an SVG file."""
 
 BLUE, VERMILION, GREEN = "#0072b2", "#d55e00", "#009e73"
-# Okabe and Ito's colours, told apart by colour-blind readers; without their yellow, which is pale on white.
+# Okabe and Ito's colours for colour-blind readers, without their yellow, which is pale on white.
 _COLOURS = (BLUE, VERMILION, GREEN, "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _MARKERS = "osD^vPX"
 _GREY = "#6b6b6b"
 _CONTROL_DASHES = ("--", ":", "-.")
 _WIDTH, _HEIGHT = 8.4, 4.4
-"""Inches of one panel."""
+"""Size of a panel in inches."""
 _POINTS = 72
-"""Points in an inch, the unit of sheets."""
+"""Points per inch; sheets are measured in points."""
 _STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",  # text stays text: it is searched, read aloud, and small in the file
-    "svg.hashsalt": "eigentrace",  # names inside the file are the same whenever it is drawn
+    "svg.fonttype": "none",  # text is kept as text, which can be searched and read aloud, and makes files small
+    "svg.hashsalt": "eigentrace",  # makes element ids reproducible
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
@@ -48,17 +48,17 @@ _STYLE: dict[str, Any] = {
 
 
 def can_draw() -> bool:
-    """Tell whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def undrawn(command: str) -> str:
-    """Say on a page why it has no figures, and what draws them."""
+    """Return the note of a page without figures, with the command that draws them."""
     return f"No figures: matplotlib was not installed. `pip install matplotlib`, then `{command} --render` draws them."
 
 
 def _svg(title: str, width: float, height: float, draw: Callable[["Figure"], None]) -> str:
-    """Have a figure drawn in the same style on every machine, and write it down without a date."""
+    """Draw a figure in the same style on every machine; return SVG without a date."""
     from matplotlib import style
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -71,13 +71,13 @@ def _svg(title: str, width: float, height: float, draw: Callable[["Figure"], Non
         )
         draw(figure)
         FigureCanvasSVG(figure).print_svg(text, metadata={"Title": title, "Date": None, "Creator": None})
-    # One line: nobody reads it by eye, and listings and diffs stay short.
+    # One line, so that listings and diffs stay short.
     return " ".join(text.getvalue().replace("base64,\n", "base64,").split()) + "\n"
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """One line of a plot."""
+    """A line of a plot."""
 
     name: str
     across: Sequence[float] = ()
@@ -87,25 +87,25 @@ class Curve:
     spread: Sequence[float] | None = None
     """(points,), drawn as a band on both sides."""
     level: float | None = None
-    """Drawn dashed all the way across, in the colour of the line."""
+    """A level drawn as a dashed horizontal line in the colour of the curve."""
     is_control: bool = False
-    """Drawn grey and broken."""
+    """Whether to draw it as a grey dashed line."""
     colour: int | None = None
-    """Which of the colours, so that one name has one colour in several plots; by default the next."""
+    """Index of its colour, to use the same colour in several plots; default: the next one."""
 
     @property
     def end(self) -> float | None:
-        """The height at which it ends."""
+        """The last value, or the level if there are no points."""
         return float(self.up[-1]) if len(self.up) else self.level
 
 
 def curves_svg(panels: Mapping[str, Sequence[Curve]], across: str, up: str, *, log: bool = False) -> str:
-    """Draw one panel per title below each other, the names beside it in the order in which curves end.
+    """Draw one panel per title, stacked, with the names of curves next to it in the order of their last values.
 
     Args:
         panels: Curves by the title of their panel.
-        across: Names the horizontal axis.
-        up: Names the vertical axis.
+        across: Label of the horizontal axis.
+        up: Label of the vertical axis.
         log: Make both axes logarithmic, and label the points that there are on the horizontal one.
     """
 
@@ -151,14 +151,14 @@ def _draw_curves(axes: "Axes", curves: Sequence[Curve], *, log: bool) -> None:
 def _draw_spread(axes: "Axes", curve: Curve, colour: str) -> None:
     spread = list(curve.spread or ())
     low, high = ([y + sign * s for y, s in zip(curve.up, spread, strict=True)] for sign in (-1, 1))
-    if len(curve.up) == 1:  # a band of one point would not be seen
+    if len(curve.up) == 1:  # a band of one point would be invisible
         axes.vlines(list(curve.across), low, high, color=colour, linewidth=1.2)
     else:
         axes.fill_between(list(curve.across), low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def _plain_ticks(axes: "Axes", places: Sequence[float], curves: Sequence[Curve]) -> None:
-    """Label logarithmic axes with plain numbers: below at the points that there are, upwards at round values."""
+    """Label logarithmic axes with plain numbers: horizontally at the data points, vertically at round values."""
     from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
     if places:
@@ -176,33 +176,33 @@ def _plain_ticks(axes: "Axes", places: Sequence[float], curves: Sequence[Curve])
 
 
 def _plain(value: float, _: float) -> str:
-    """Write a number of an axis without a power of ten."""
+    """Format a number of an axis without a power of ten."""
     return f"{value:,.10g}"
 
 
 def _name_aside(axes: "Axes", handles: Mapping[str, Any]) -> None:
-    """Name what is drawn to the right of a panel, where no name covers a number or another name."""
+    """Write the legend to the right of a panel, where it covers nothing."""
     axes.legend(list(handles.values()), list(handles), loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
 @dataclass(frozen=True)
 class Mark:
-    """One point of a plot of quality against time."""
+    """A point of a plot of quality against time."""
 
     family: str
-    """The method, whose marks are joined by a line."""
+    """The method; marks of the same method are connected by a line."""
     seconds: float
     ap: float
     """Average precision in percent."""
 
 
 def trade_off_svg(panels: Mapping[str, Sequence[Mark]], families: Sequence[str], across: str) -> str:
-    """Draw AP against seconds in panels with the same axes; AP is spread out towards 100.
+    """Draw AP against seconds in panels with the same axes, where AP has a logarithmic scale towards 100.
 
     Args:
         panels: Marks by the title of their panel.
-        families: All methods, in the order of colours and shapes.
-        across: Names the horizontal axis.
+        families: All methods, in the order of colours and markers.
+        across: Label of the horizontal axis.
     """
     ticks = (50, 80, 90, 95, 98, 99)
     marks = [mark for panel in panels.values() for mark in panel]
@@ -233,7 +233,7 @@ def trade_off_svg(panels: Mapping[str, Sequence[Mark]], families: Sequence[str],
 
 @dataclass(frozen=True)
 class Dot:
-    """One percentage."""
+    """A percentage in a dot plot."""
 
     row: str
     series: str
@@ -242,7 +242,7 @@ class Dot:
 
 
 def dots_svg(title: str, dots: Sequence[Dot], across: str) -> str:
-    """Draw dots from 0 to 100, rows and series in the order in which they first come."""
+    """Draw a dot plot from 0 to 100, with rows and series in the order of first occurrence."""
     rows, series = list(dict.fromkeys(dot.row for dot in dots)), list(dict.fromkeys(dot.series for dot in dots))
 
     def draw(figure: "Figure") -> None:
@@ -270,7 +270,7 @@ def dots_svg(title: str, dots: Sequence[Dot], across: str) -> str:
 
 @dataclass(frozen=True)
 class Spot:
-    """One point of a plot of growth."""
+    """A point of a plot of growth."""
 
     name: str
     across: float
@@ -285,14 +285,14 @@ def growth_svg(
     across: str,
     up: str,
 ) -> str:
-    """Draw points from the origin on, each place across named once, with a straight line through some groups.
+    """Draw points on axes that start at zero, with a name for each horizontal position and lines through some groups.
 
     Args:
         title: Above the plot.
         groups: Points by the name of their group.
         trends: Start and rate of a group's line.
-        across: Names the horizontal axis.
-        up: Names the vertical axis.
+        across: Label of the horizontal axis.
+        up: Label of the vertical axis.
     """
 
     def draw(figure: "Figure") -> None:
@@ -307,7 +307,7 @@ def growth_svg(
             axes.plot([], [], marker, color=colour, label=name)
             if name in trends:
                 start, rate = trends[name]
-                # From where the line leaves the ground, if it does so to the right of nothing at all.
+                # Begin where the line is zero, if this is to the right of the origin.
                 begin = max(0.0, -start / rate) if rate > 0 else 0.0
                 axes.plot([begin, right], [start + rate * begin, start + rate * right], "--", color=colour, lw=1.2)
         axes.set(xlim=(0, right), ylim=(0, top))
@@ -318,19 +318,19 @@ def growth_svg(
 
 
 def _name_spots(axes: "Axes", spots: Sequence[Spot]) -> None:
-    """Name each place above and below its points in turn, so that the names of neighbours do not meet."""
+    """Write names alternately above and below the points, so that names of neighbours do not overlap."""
     for number, name in enumerate(dict.fromkeys(spot.name for spot in sorted(spots, key=lambda spot: spot.across))):
         own = [spot for spot in spots if spot.name == name]
         is_above = number % 2 == 0
         up = (max if is_above else min)(spot.up for spot in own)
-        # Those below end beneath their point: the next one to the right may lie lower.
+        # Names below are right-aligned: the next point to the right may be lower.
         place: dict[str, Any] = {"xytext": (0, 9), "ha": "center"} if is_above else {"xytext": (6, -16), "ha": "right"}
         axes.annotate(name, (own[0].across, up), textcoords="offset points", **place)
 
 
 @dataclass(frozen=True)
 class Words:
-    """A line of words on a sheet."""
+    """A line of text on a sheet."""
 
     x: float
     y: float
@@ -343,35 +343,35 @@ class Words:
 
 @dataclass(frozen=True)
 class Placed:
-    """A square picture on a sheet."""
+    """A square image on a sheet."""
 
     x: float
     y: float
     side: float
     data: bytes
-    """Of an image file."""
+    """The bytes of an image file."""
     frame: str | None = None
     """A colour."""
 
 
 @dataclass
 class Sheet:
-    """Collects words and small pictures, at points to the right and down from the upper left corner."""
+    """A sheet of text and small images, placed in points to the right of and below the upper left corner."""
 
     words: list[Words] = field(default_factory=list)
     pictures: list[Placed] = field(default_factory=list)
 
     def write(self, x: float, y: float, text: str, *, size: float = 10, bold: bool = False) -> None:
-        """Write a line."""
+        """Add a line of text."""
         self.words.append(Words(x, y, text, size, bold))
 
     def show(self, x: float, y: float, side: float, uri: str, under: str, frame: str | None = None) -> None:
-        """Show a picture, given as base64 or a data URI, with a line below it; framed in a colour if one is given."""
+        """Add an image, given as base64 or a data URI, with a line of text below it and optionally a coloured frame."""
         self.pictures.append(Placed(x, y, side, base64.b64decode(uri.rpartition(",")[2]), frame))
         self.words.append(Words(x + side / 2, y + side + 10, under, 8, centred=True))
 
     def svg(self, title: str, width: float, height: float) -> str:
-        """Draw everything on a sheet of a size in points."""
+        """Draw the sheet with a size in points."""
 
         def draw(figure: "Figure") -> None:
             figure.set_layout_engine("none")

@@ -10,19 +10,19 @@ from harness.places import data_file, save_page
 from harness.record import Notes, Record, heading, judged, millions, read, runs_of, shown, stem, table
 
 FIT_GOAL, SCORE_GOAL = 1.0, 5.0
-"""Times that a peer's fit, and its scores, must take of ours on the digits."""
+"""Goals for the ratios of a peer's fit and scoring times to ours on the digits."""
 OURS, SAME = "arnoldi", "arnoldi-hessian"
-"""What we recommend, and what computes the same numbers as the peers that iterate."""
+"""The recommended method, and that which computes the same numbers as peers with an iteration."""
 ITERATED = ("captum-arnoldi", "pydvl-arnoldi", "pydvl-woodbury", "dattri-arnoldi")
 UNFITTED = ("captum-tracin", "captum-tracin-fast")
-"""Peers without anything to fit."""
+"""Peers without a fit."""
 QUIET = 1.5
-"""Load of the machine up to which seconds are taken at their word."""
+"""Largest load of the machine at which seconds are reliable."""
 _TIMED = "digits"
 
 
 def render(out: Path, small: bool) -> None:
-    """Write the tables from the JSON."""
+    """Render the tables from the JSON file."""
     name = stem("peers", small=small)
     command = "python -m bench.peers" + (" --small" if small else "")
     lines = heading("Side by side with the peers" + (", small" if small else ""), command, name)
@@ -89,7 +89,7 @@ def _averaged(cell: Cell | None) -> str:
 
 
 def _goals(cells: dict[str, Cell]) -> list[str]:
-    """Compare our seconds with the least of the peers', first of those that do the same work, then of all."""
+    """Compare our times with the fastest peer's, first among those that do the same work, then among all."""
     lines = []
     timed = {name: cell for name, cell in cells.items() if METHODS[name].package and "score" in cell}
     for ours, names, whose in (
@@ -113,7 +113,7 @@ def _goals(cells: dict[str, Cell]) -> list[str]:
 
 
 def _load(cells: dict[str, Cell]) -> list[str]:
-    """Say how busy the machine was with other work, which makes seconds longer, unevenly."""
+    """Return a note if the machine was busy with other work, which distorts seconds."""
     loads = [cell["load"] for cell in cells.values() if "load" in cell]
     if not loads or max(loads) <= QUIET:
         return []

@@ -41,7 +41,7 @@ takes hours on a CPU."""
 
 
 def tables(records: Records) -> list[str]:
-    """Lay out the network, the claims, the eigenvalues and the retrieval."""
+    """Return the tables of network, claims, eigenvalues and retrieval."""
     cells = {name: record["cells"] for name, record in records.items()}
     notes = Notes()
     lines: list[str] = []
@@ -136,7 +136,7 @@ def _retrieval(cells: dict[str, Cell], notes: Notes) -> list[str]:
 
 
 def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
-    """Draw the paper's two figures, the second as one picture for AUC and one for AP."""
+    """Draw the paper's two figures, the second as one figure for AUC and one for AP."""
     eigenvalues = records.get("eigenvalues", {}).get("cells", {})
     found = records.get("retrieval", {}).get("cells", {})
     drawn = dict[str, Drawing]()
@@ -169,7 +169,7 @@ def _curves(cells: dict[str, Cell], key: str) -> list[Curve]:
 
 
 def by_keep(cells: dict[str, Cell], name: str, key: str) -> dict[int, float]:
-    """Gather one number of a method's cells by K, those that failed left out."""
+    """Return one number of a method's cells by K, without failures."""
     return {
         keep: cells[f"{name}, K={keep}"][key] for keep in _keeps(cells) if key in cells.get(f"{name}, K={keep}", {})
     }

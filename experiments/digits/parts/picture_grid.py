@@ -1,4 +1,4 @@
-"""A picture and its neighbours: strips of small grey images on a sheet, framed by kind, with two labels each."""
+"""A query image with its proponents and opponents: strips of small images with two labels each, framed by kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ _FRAMES = {"proponents": BLUE, "opponents": VERMILION}
 
 @dataclass(frozen=True)
 class Picture:
-    """A small image with the label it was given and its true one."""
+    """A small image with its given and true labels."""
 
     png: str
-    """In base64."""
+    """The PNG file in base64."""
     given: int
     true: int
 
     @property
     def labels(self) -> str:
-        """What stands below it."""
+        """The labels below the image."""
         return f"{self.given} / {self.true}"
 
 
 @dataclass(frozen=True)
 class Strip:
-    """Neighbours of one side, strongest first; strips with the same title stand below each other."""
+    """Images of one side, strongest first; strips with the same title are stacked."""
 
     title: str
     side: str
@@ -36,7 +36,7 @@ class Strip:
 
 
 def strips_svg(title: str, query: Picture, strips: Sequence[Strip]) -> str:
-    """Draw a picture on top, and below it a block of strips for each title, two blocks to a row."""
+    """Draw the query on top, and below it a block of strips for each title, two blocks per row."""
     titles = list(dict.fromkeys(strip.title for strip in strips))
     block = 2 * _STRIP + 36
     sheet = Sheet()

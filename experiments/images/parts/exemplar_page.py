@@ -1,4 +1,4 @@
-"""The page of `experiments.images.image_exemplars`: numbers beside the paper's findings, and pictures in grids."""
+"""The page of `experiments.images.image_exemplars`: numbers on the paper's findings, and grids of images."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -21,7 +21,7 @@ BANDS = {
     "40–60%": (4, 6, "several objects, or a rich background"),
     "0–10%": (0, 1, "the object large, by itself"),
 }
-"""Deciles from and up to, and what the paper sees there."""
+"""Ranges of deciles, with the paper's findings."""
 FINDINGS = {"none": "outliers of large norm among the proponents", "gradient": "those gone; itself the highest"}
 
 ABOUT = """\
@@ -51,7 +51,7 @@ Photos come under ImageNet's terms, for research only: they are drawn with `--ph
 
 
 def tables(records: Mapping[str, Record]) -> list[str]:
-    """Lay out every problem."""
+    """Return the tables of every problem."""
     notes = Notes()
     lines = [line for record in records.values() for line in _problem(record, notes)]
     return lines + (["", *notes.lines()] if notes.texts else [])

@@ -1,4 +1,4 @@
-"""The page of `experiments.images.scaling`: seconds by model, a line through them, and what offloading costs."""
+"""The page of `experiments.images.scaling`: seconds by model, a linear fit, and the cost of offloading."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,35 +14,35 @@ from harness.record import Notes, Record, memory, millions, shown, table
 CURVATURES: tuple[Literal["hessian", "gauss-newton"], ...] = ("hessian", "gauss-newton")
 PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")
 PAPER = {"vit_l_32": "15 h", "transformer_base": "139 min"}
-"""What the paper states for 200 products, on a 4-core TPUv2."""
+"""The paper's seconds for 200 products, on a 4-core TPUv2."""
 TRANSFORMERS = ("vit_b_32", "vit_l_32_half", "vit_l_32")
 
 
 def fit_name(kind: str, steps: int) -> str:
-    """Name the cell of a fit."""
+    """Return the name of the cell of a fit."""
     return f"{kind}/{steps}"
 
 
 def orthogonalisation_name(steps: int) -> str:
-    """Name the cell of an iteration without products."""
+    """Return the name of the cell of an iteration without products."""
     return f"orthogonalisation/{steps}"
 
 
 @dataclass(frozen=True)
 class Point:
-    """One fit of one model, at all steps."""
+    """A fit of a model, with all steps."""
 
     model: str
     parameters: int
     kind: str
     seconds: float
     extrapolated_from: int | None
-    """Products that were timed, if not all."""
+    """Number of products that were timed, if not all."""
     cell: Cell
 
 
 def points(records: Mapping[str, Record]) -> list[Point]:
-    """Return the fits at all steps, measured where there is a measurement, smallest model first."""
+    """Return the fits with all steps, measured or extrapolated, smallest model first."""
     found: list[Point] = []
     for model, record in records.items():
         for kind in CURVATURES if model != "offload" else ():
@@ -67,7 +67,7 @@ def _fits(record: Record, kind: str) -> list[Cell]:
 
 
 def extrapolated(cell: Cell, whole: Cell, steps: int) -> float:
-    """Put a fit of many steps together from one of few and from all of its orthogonalisation."""
+    """Extrapolate a fit of many steps from one of few steps and the measured orthogonalisation of all steps."""
     parts = cell["parts"]
     return (
         parts.get("checks", 0.0)
@@ -99,7 +99,7 @@ def straight(chosen: Sequence[Point]) -> Straight | None:
 
 
 def tables(records: Mapping[str, Record]) -> list[str]:
-    """Lay out the fits, the lines through them, and the offloaded basis."""
+    """Return the tables of fits, of the lines through them, and of the offloaded basis."""
     notes = Notes()
     found = points(records)
     headings = ["model", "parameters", "curvature", "n", "seconds", "how", "ms per product", "GiB", "paper, n = 200"]

@@ -1,4 +1,4 @@
-"""The page of selections from the noisy corpus: tables with the paper's numbers beside ours, and figures."""
+"""The page of selections from the noisy corpus: tables with the paper's numbers and ours, and figures."""
 
 import re
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from harness.measure import Cell
 from harness.plot import Curve, Drawing, curves_svg
 from harness.record import Notes, Record, shown, table
 
-PAPER = {  # BLEU on newstest2016 after 10,000 and 200,000 steps, by what selects and how many percent
+PAPER = {  # The paper's BLEU on newstest2016 after 10,000 and 200,000 steps, by selection and percentage
     (NONE, None): (9.9, 17.8),
     (PREFILTER, None): (11.7, 22.6),
     (RAND_PROJ, 1): (7.7, 8.7),
@@ -35,7 +35,7 @@ PAPER = {  # BLEU on newstest2016 after 10,000 and 200,000 steps, by what select
     (RAND_PROJ, 10): (21.3, 28.6),
     (PAPER_WAY, 10): (25.0, 30.8),
 }
-# The paper selects 1, 5 and 10 of 100 million pairs. As much of 150,000 is little, so 25 and 50 stand beside.
+# The paper selects 1, 5 and 10% of 100 million pairs. These are few of 150,000, so 25 and 50% are added.
 FEW, MANY = (1, 5, 10), (10, 25, 50)
 PER_WAY: dict[str, tuple[int, ...]] = {
     RAND_PROJ: FEW,
@@ -51,13 +51,13 @@ Chosen = tuple[str, int | None]
 
 
 def part_name(way: str, percent: int | None) -> str:
-    """Name a selection for the command line."""
+    """Return the name of a selection on the command line."""
     word = re.sub(r"[^a-z]+", "_", way.lower())
     return word if percent is None else f"{word}_{percent}"
 
 
 def label(way: str, percent: int | None) -> str:
-    """Name a selection's numbers."""
+    """Return the name of a selection's numbers."""
     return way if percent is None else f"{way}, {percent}%"
 
 
@@ -66,7 +66,7 @@ _ALL: tuple[Chosen, ...] = (
     *((way, percent) for way, percents in PER_WAY.items() for percent in percents),
 )
 SELECTIONS: dict[str, Chosen] = {part_name(*one): one for one in _ALL}
-"""What is trained on, by the names of `--parts`."""
+"""The selections to train on, by the names of `--parts`."""
 
 ABOUT = """\
 **The paper** took the raw ParaCrawl corpus of WMT18, 100M German-English pairs, scored all by self-influence with a
@@ -148,7 +148,7 @@ _RULES = ("AFRL", "Alibaba", "Microsoft", "all")
 
 
 def tables(records: Records) -> list[str]:
-    """Lay out the corpus, the ranking, BLEU beside the paper's, and what selections consist of."""
+    """Return the tables of corpus, ranking, BLEU with the paper's, and composition of selections."""
     notes = Notes()
     lines: list[str] = []
     if "scores" in records:
@@ -162,7 +162,7 @@ def tables(records: Records) -> list[str]:
 
 
 def corpus_table(cells: dict[str, Cell]) -> list[str]:
-    """Lay out what the corpus consists of, and what of it the rules keep."""
+    """Return the table of the corpus's composition, and of what the rules keep."""
     kinds, kept = cells.get("corpus", {}).get("kinds", {}), cells.get("prefilter", {}).get("kept", {})
     rows = [
         (
@@ -220,17 +220,17 @@ def _rankings(cells: dict[str, Cell], notes: Notes) -> list[str]:
 
 
 def steps_of(record: Record) -> list[int]:
-    """Return after how many steps BLEU was taken."""
+    """Return the numbers of steps after which BLEU was measured."""
     return list(record["settings"]["at"])
 
 
 def bleu_columns(record: Record) -> dict[str, str]:
-    """Return the headings of BLEU, by the keys of their numbers."""
+    """Return the column headings of BLEU by the keys of their numbers."""
     return {bleu_key(name, steps): f"{name} @{steps:,}" for name in SETS for steps in steps_of(record)}
 
 
 def bleu_numbers(cell: Cell | None, record: Record, notes: Notes) -> list[str]:
-    """Write BLEU, with the deviation over trainings where there were several."""
+    """Format BLEU, with the standard deviation over trainings if there are several."""
     texts = []
     for key in bleu_columns(record):
         text, deviation = shown(cell, key, ".1f", notes), (cell or {}).get(f"{key}_deviation")
@@ -252,7 +252,7 @@ def _bleu(record: Record, notes: Notes) -> list[str]:
 
 
 def makeup_table(cells: dict[str, Cell], names: Sequence[str], notes: Notes) -> list[str]:
-    """Lay out what the selections that were made consist of."""
+    """Return the table of the selections' composition."""
     rows = []
     for name in names:
         if name not in cells:
@@ -267,7 +267,7 @@ def makeup_table(cells: dict[str, Cell], names: Sequence[str], notes: Notes) -> 
 
 
 def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
-    """Draw BLEU after the last step against how much is selected."""
+    """Draw BLEU after the last step against the share selected."""
     if "selections" not in records:
         return {}
     rows = {way: {percent: label(way, percent) for percent in percents} for way, percents in PER_WAY.items()}
@@ -278,7 +278,7 @@ def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
 def bleu_figures(
     record: Record, rows: dict[str, dict[int, str]], across: str, levels: dict[str, str] | None = None
 ) -> dict[str, Drawing]:
-    """Draw BLEU after the last step, for each test set one picture of sums and one of scores per token.
+    """Draw BLEU after the last step, with a figure for sums and one for scores per token for each test set.
 
     Args:
         record: What was measured.
@@ -303,7 +303,7 @@ def bleu_figures(
 def _curve(cells: dict[str, Cell], way: str, rows: dict[int, str], key: str) -> Curve | None:
     found = {percent: cells.get(row, {}).get(key) for percent, row in rows.items()}
     points = {percent: value for percent, value in found.items() if value is not None}
-    # All scores share the number at 0, which alone says nothing about any.
+    # All scores share the number at 0, so a curve needs another one.
     if not any(points):
         return None
     name = way.removesuffix(PER_TOKEN)
@@ -312,7 +312,7 @@ def _curve(cells: dict[str, Cell], way: str, rows: dict[int, str], key: str) -> 
 
 
 def _level_lines(cells: dict[str, Cell], levels: dict[str, str], key: str, beside: Sequence[Curve]) -> list[Curve]:
-    """Draw numbers as lines as wide as the curves that they stand beside."""
+    """Return single numbers as horizontal lines of the width of the curves."""
     across = [place for curve in beside for place in curve.across]
     ends = [min(across), max(across)]
     found = {title: cells.get(row, {}).get(key) for title, row in levels.items()}

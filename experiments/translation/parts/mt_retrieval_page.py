@@ -1,4 +1,4 @@
-"""The page of the exchanged translations: tables with the paper's numbers beside ours, and a figure."""
+"""The page of exchanged translations: tables with the paper's numbers and ours, and a figure."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from harness.measure import Cell
 from harness.plot import Curve, Drawing, curves_svg
 from harness.record import Notes, memory, millions, shown, table
 
-PAPER = {  # AUC and AP by layers, method and K
+PAPER = {  # The paper's AUC and AP by layers, method and K
     (ALL, "RandSelect", 10): (67.0, 12.2),
     (ALL, "RandSelect", 100): (79.3, 19.7),
     (ALL, "RandProj", 10): (85.6, 31.3),
@@ -33,7 +33,7 @@ WAYS = (
     "20 dense rows, forward mode",
     "20 dense rows, layer by layer",
 )
-"""Of the table of memory: what scores, and by which engine."""
+"""Rows of the table of memory: method and engine."""
 ABOUT = """\
 **The paper** trained Transformer Base on WMT17, German to English (6M pairs, 100,000 steps, BLEU 36.0 on newstest2016).
 It drew 4,096 training pairs, exchanged the target sides of 256 among them, and ranked all by self-influence; numbers
@@ -115,12 +115,12 @@ SEEN = (
 
 
 def cell_name(layers: str, method: str, keep: int) -> str:
-    """Name a number of the table."""
+    """Return the name of a number of the table."""
     return f"{layers}, {method}, K={keep}"
 
 
 def tables(records: Records) -> list[str]:
-    """Lay out the network, every score beside the paper's, then memory."""
+    """Return the tables of the network, of every score with the paper's, and of memory."""
     notes = Notes()
     lines: list[str] = []
     if "retrieval" in records:
@@ -133,7 +133,7 @@ def tables(records: Records) -> list[str]:
 
 
 def network_table(cell: Cell | None, notes: Notes) -> list[str]:
-    """Lay out what the network is worth."""
+    """Return the table of the network's quality."""
     keys = {
         "parameters": ",d",
         "pairs": ",d",
@@ -188,7 +188,7 @@ def _numbers(cell: Cell | None, notes: Notes) -> list[str]:
 
 
 def _times(cells: dict[str, Cell]) -> list[str]:
-    """Say how large each selection was, how many directions were of positive curvature, and what fits took."""
+    """List the sizes of selections, the numbers of directions with positive curvature, and the times of fits."""
     keep = max(KEEPS)
     found = {(la, m): cells.get(cell_name(la, m, keep), {}) for la in LAYERS for m in (PAPER_WAY, OUR_WAY)}
     said = [
@@ -221,7 +221,7 @@ def _curves(cells: dict[str, Cell], layers: str) -> list[Curve]:
     curves = []
     for method, keeps in PER_METHOD.items():
         if method == POSITIVE:
-            continue  # next to the paper's line, and there are five colours
+            continue  # next to the paper's line; there are five colours
         found = {keep: cells.get(cell_name(layers, method, keep), {}).get("ap") for keep in keeps}
         points = {keep: ap for keep, ap in found.items() if ap}
         curves += [Curve(method, list(points), list(points.values()))] if points else []
