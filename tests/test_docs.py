@@ -27,7 +27,8 @@ def test_readme_code_runs(tmp_path, monkeypatch):
     assert et.open_run("runs/mine").is_complete
 
 
-def test_guide_code_runs(capsys, tmp_path):
+def test_guide_code_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("eigentrace.progress._chosen", [])
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))

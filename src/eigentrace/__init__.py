@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from eigentrace.methods.similarity import RandProj, RandSelect, TracIn
     from eigentrace.methods.support import Support
     from eigentrace.methods.tangent import TangentRidge
+    from eigentrace.progress import show_progress
     from eigentrace.projection.engine import Compute
     from eigentrace.runs.run import Run, open_run
     from eigentrace.runs.score import score
@@ -58,13 +59,14 @@ __all__ = [
     "LossTracker",
     "LossHistory",
     "loss_callback",
-    # fits: scores, reliability, compute settings, ensembles and loading
+    # fits: scores, reliability, compute settings, ensembles, loading and progress
     "Fitted",
     "Reliability",
     "rank_agreement",
     "Ensemble",
     "Compute",
     "load",
+    "show_progress",
     # scores of a corpus, stored on disk
     "score",
     "open_run",
@@ -97,6 +99,7 @@ _HOMES = {
     "Ensemble": "fits.ensemble",
     "Compute": "projection.engine",
     "load": "fits.load",
+    "show_progress": "progress",
     **dict.fromkeys(("Run", "open_run"), "runs.run"),
     "score": "runs.score",
     "check": "store.check",

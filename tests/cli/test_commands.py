@@ -145,6 +145,13 @@ def test_every_answer_is_json_alone(scored, answer, call):
     assert answer("check runs/x") == (0, {"run": "runs/x", "good": True, "rows": 40, "missing": 0, "faults": []})
 
 
+def test_progress_goes_to_standard_error(place, call, monkeypatch):
+    monkeypatch.setattr("eigentrace.progress._LINE_AFTER", 0)
+    code, out, err = call("fit runs/x --input mine.py:make --steps 20 --keep 6 --json")
+    assert (code, json.loads(out)["num_products"]) == (0, 20)
+    assert "Krylov iteration: 20 of 20 (100%)" in err
+
+
 def test_numbers_that_json_lacks_become_null(capsys):
     from eigentrace.cli.commands import _answer
 

@@ -138,7 +138,7 @@ def _iterate(
             state.ending = Ending.ALL_STEPS
         if memory is not None and (state.ending or memory.is_due()):
             memory.keep(state.vectors.store, state.snapshot())
-        if state.ending:
+        if state.ending not in (None, Ending.ALL_STEPS):
             break
     return state.result()
 
