@@ -17,7 +17,7 @@ from tests.helpers.hugging_face import MAKERS, bert, gpt2, marian, t5, transform
 @pytest.fixture(params=MAKERS)
 def case(request):
     make, model, batch = MAKERS[request.param]()
-    return make(model.double(), l2=0.1), batch
+    return make(model.double(), l2=0.1), {k: t.double() if t.is_floating_point() else t for k, t in batch.items()}
 
 
 def parts(batch: dict[str, Tensor], *sizes: int) -> list[dict[str, Tensor]]:
@@ -53,8 +53,8 @@ def test_loss_is_the_models_own_summed_over_tokens(case):
 def test_second_order_matches_finite_differences(case):
     task, batch = case
     parts = {name: torch.randn_like(value) for name, value in task.params.items()}
-    if "model.shared.weight" in parts:
-        parts["model.shared.weight"][task.model.config.pad_token_id] = 0  # held constant, as in training
+    for name in {"model.shared.weight", "model.decoder.embed_tokens.weight"} & parts.keys():
+        parts[name][task.model.config.pad_token_id] = 0  # held constant, as in training
     v = task.layout.flatten(parts)
     v /= v.norm()
 

@@ -66,6 +66,18 @@ def marian():
     return et.seq2seq, transformers.MarianMTModel(config), batch
 
 
+def whisper():
+    config = transformers.WhisperConfig(
+        vocab_size=20, num_mel_bins=4, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, max_source_positions=6,
+        max_target_positions=8, pad_token_id=2, bos_token_id=1, eos_token_id=1, decoder_start_token_id=0,
+        suppress_tokens=None, begin_suppress_tokens=None,
+    )  # fmt: skip
+    labels, label_mask = padded(7, 4)
+    batch = {"input_features": torch.randn(7, 4, 12), "labels": labels.masked_fill(label_mask == 0, -100)}
+    return et.seq2seq, transformers.WhisperForConditionalGeneration(config), batch
+
+
 def vit():
     config = transformers.ViTConfig(
         image_size=8, patch_size=4, num_channels=1, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
@@ -75,4 +87,4 @@ def vit():
     return et.classification, transformers.ViTForImageClassification(config), batch
 
 
-MAKERS = {make.__name__: make for make in (bert, gpt2, t5, marian, vit)}
+MAKERS = {make.__name__: make for make in (bert, gpt2, t5, marian, whisper, vit)}

@@ -74,19 +74,14 @@ def seq2seq(
 ) -> Task:
     """Create a task for a Hugging Face style encoder-decoder.
 
-    Batches are dicts with "labels" (-100 ignored). An example's loss is the sum over its valid tokens, or their mean.
+    Batches are dicts with "labels" (-100 ignored), as for the Trainer. If they have no "decoder_input_ids", these are
+    the labels shifted as the model does it. An example's loss is the sum over its valid tokens, or their mean.
     """
 
     def outputs(model: nn.Module, batch: Any) -> Tensor:
         inputs, labels = _dict_inputs(batch, "seq2seq"), _token_labels(batch)
         if "decoder_input_ids" not in inputs:
-            shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-            if shift is None:
-                raise TaskError(
-                    f"{type(model).__name__} cannot create decoder inputs from labels: add 'decoder_input_ids' to the "
-                    "batches (the labels shifted right)."
-                )
-            inputs["decoder_input_ids"] = shift(labels=labels)
+            inputs["decoder_input_ids"] = _decoder_inputs(model, labels)
         return _logits(_run(model, inputs))
 
     return _token_task(model, params, l2, outputs, _token_labels, reduction, measurement)
@@ -139,6 +134,24 @@ def _token_task(
         return total if reduction == "sum" else total / valid.sum(dim=1).clamp_min(1)
 
     return Task(model, params=params, l2=l2, outputs=outputs, output_loss=output_loss, measurement=measurement)
+
+
+def _decoder_inputs(model: nn.Module, labels: Tensor) -> Tensor:  # (B, T) -> (B, T)
+    """Shift labels right, as the model does when it is called with labels."""
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shift is not None:
+        return shift(labels=labels)
+    # Models of transformers without this function, such as Whisper and M2M-100, shift by these two tokens in `forward`.
+    config = getattr(model, "config", None)
+    start, pad = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
+    if start is None or pad is None:
+        raise TaskError(
+            f"{type(model).__name__} cannot create decoder inputs from labels: it has no function "
+            "prepare_decoder_input_ids_from_labels, and its config lacks decoder_start_token_id or pad_token_id. Add "
+            "'decoder_input_ids' to the batches (the labels shifted right)."
+        )
+    shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
+    return shifted.masked_fill(shifted == _IGNORED, pad)
 
 
 def _inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:
