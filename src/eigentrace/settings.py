@@ -2,11 +2,15 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 from eigentrace.errors import InputError
+
+# Characters of a value in a message or in `repr`.
+_LONGEST = 60
 
 
 def check_counts(minimum: int, **settings: Any) -> None:
@@ -44,7 +48,33 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, str | bool | None) else type(value).__name__
 
 
+def settings_repr(method: Any) -> str:
+    """Return `repr` of a settings dataclass: its name, and the settings that differ from their defaults, shortened."""
+    words = []
+    for field in dataclasses.fields(method):
+        value = getattr(method, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if value is not default and (type(value) is not type(default) or value != default):
+            words.append(f"{field.name}={_setting_repr(value)}")
+    return f"{type(method).__name__}({', '.join(words)})"
+
+
+def _setting_repr(value: Any) -> str:
+    if isinstance(value, str | int | float | Path | None) or dataclasses.is_dataclass(value):
+        return repr(value)
+    if isinstance(value, list | tuple | Mapping):
+        is_plain = len(value) <= 3 and all(isinstance(item, str | int | float | Path) for item in value)
+        return short(repr(value)) if is_plain else f"<{type(value).__name__} of {len(value)}>"
+    return getattr(value, "__name__", f"<{type(value).__name__}>")
+
+
+def counted(number: int, thing: str) -> str:
+    """Return a number with its noun, in the plural if needed: 1 shard, 2 shards, 3 queries."""
+    several = f"{thing[:-1]}ies" if thing.endswith("ry") else f"{thing}s"
+    return f"{number:,} {thing if number == 1 else several}"
+
+
 def short(value: Any) -> str:
     """Format a value for a message, truncated to 60 characters."""
     text = " ".join(str(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

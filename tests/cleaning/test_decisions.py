@@ -97,13 +97,13 @@ def test_columns_of_the_table():
     assert clean(run, drop=1).table().to_pylist() == [
         {"row": 0, "id": 7, "decision": "keep", "score": 1.0, "rank": 3, "threshold": 3.0}
         | {"label": 0, "prediction": 0, "suggested_label": None}
-        | {"reason": "self_influence is not among the highest 1 rows"},
+        | {"reason": "self_influence is not among the highest 1 row"},
         {"row": 1, "id": 8, "decision": "drop", "score": 3.0, "rank": 1, "threshold": 3.0}
         | {"label": 1, "prediction": 0, "suggested_label": 0}
-        | {"reason": "self_influence 3 is among the highest 1 rows; the model predicts 0 instead of 1"},
+        | {"reason": "self_influence 3 is among the highest 1 row; the model predicts 0 instead of 1"},
         {"row": 2, "id": 9, "decision": "keep", "score": 2.0, "rank": 2, "threshold": 3.0}
         | {"label": None, "prediction": 0, "suggested_label": None}
-        | {"reason": "self_influence is not among the highest 1 rows"},
+        | {"reason": "self_influence is not among the highest 1 row"},
     ]
 
 
@@ -231,3 +231,12 @@ def test_rows_dropped_by_hand_without_a_score_come_last(tmp_path):
         table = clean(Columns(loss=[np.nan, 1.0, 2.0]), drop=1, by="loss").table()
     pq.write_table(table.set_column(2, "decision", pa.array(["drop", "keep", "drop"])), tmp_path / "d.parquet")
     assert Decisions.read(tmp_path / "d.parquet").dropped.tolist() == [2, 0]
+
+
+def test_one_row_is_singular():
+    scores = [1.0, 3.0, 3.0, float("nan")]
+    with pytest.warns(EigentraceWarning):
+        found = clean(Columns(self_influence=scores, label=[0] * 4, prediction=[1] * 4), drop=1)
+    words = str(found.relabel([0]))
+    for said in ("highest 1 row;", "1 row tied with a dropped row is kept", "1 row is kept", "1 row is marked"):
+        assert said in words

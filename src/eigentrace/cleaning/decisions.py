@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from eigentrace.disk.atomic import appearing
 from eigentrace.errors import InputError, MismatchError
+from eigentrace.settings import counted
 
 # Rows whose reasons are formatted at a time.
 _ROWS_AT_ONCE = 1 << 18
@@ -206,17 +207,24 @@ class Decisions:
             given=_unless_empty(table, _NEW_LABEL, given),
         )
 
+    def __repr__(self) -> str:
+        relabelled = f", {len(self.to_relabel):,} to relabel" if len(self.to_relabel) else ""
+        by = "" if self.rule is None else f", by {self.rule.by}"
+        return f"<Decisions on {counted(len(self), 'row')}: {int(self.mask.sum()):,} to drop{relabelled}{by}>"
+
     def __str__(self) -> str:
         dropped = int(self.mask.sum())
-        parts = [f"Drops {dropped:,} of {len(self):,} rows"]
+        parts = [f"Drops {dropped:,} of {counted(len(self), 'row')}"]
         if self.rule is not None:
             parts[0] += f": {self.rule.by} {self.rule.drops}{' of their label' if self.rule.per_class else ''}"
         if self.num_tied:
-            parts.append(f"{self.num_tied:,} rows tied with a dropped row are kept because they come later")
+            tied, which = counted(self.num_tied, "row"), "it comes" if self.num_tied == 1 else "they come"
+            parts.append(f"{tied} tied with a dropped row {_be(self.num_tied)} kept because {which} later")
         if self.num_unscored:
-            parts.append(f"{self.num_unscored:,} rows are kept because their score is NaN")
-        if len(self.to_relabel):
-            parts.append(f"{len(self.to_relabel):,} rows are marked to be relabelled")
+            unscored, whose = counted(self.num_unscored, "row"), "its" if self.num_unscored == 1 else "their"
+            parts.append(f"{unscored} {_be(self.num_unscored)} kept because {whose} score is NaN")
+        if count := len(self.to_relabel):
+            parts.append(f"{counted(count, 'row')} {_be(count)} marked to be relabelled")
         return "; ".join(parts) + "."
 
     @cached_property
@@ -253,6 +261,10 @@ class Decisions:
             pairs = np.char.mod("; the model predicts %d instead of ", self.suggested[part][at])
             said[at] = said[at] + np.char.add(pairs, np.char.mod("%d", self.labels[part][at])).astype(object)
         return pa.array(said, pa.string())
+
+
+def _be(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
 def check_decisions_file(path: str | Path) -> Path:

@@ -19,7 +19,7 @@ from eigentrace.cleaning.decisions import Decisions, check_decisions_file
 from eigentrace.cleaning.export import export
 from eigentrace.cli import request
 from eigentrace.cli.deciding import decide
-from eigentrace.cli.showing import classes_of, counted, show_explanation, show_fit, show_run
+from eigentrace.cli.showing import classes_of, show_explanation, show_fit, show_run
 from eigentrace.disk.atomic import replacing, sweep
 from eigentrace.disk.lock import locked
 from eigentrace.disk.manifest import read_manifest
@@ -33,6 +33,7 @@ from eigentrace.projection.engine import Compute
 from eigentrace.runs.explain import Explanation
 from eigentrace.runs.run import Run, open_run
 from eigentrace.runs.score import score as score_run
+from eigentrace.settings import counted
 from eigentrace.store import Folder
 from eigentrace.store.check import check as look
 from eigentrace.store.columns import ID, TAKEN

@@ -8,6 +8,7 @@ import numpy as np
 
 from eigentrace.runs.explain import EXACT, RESCORED, Explanation, Side
 from eigentrace.runs.run import Run
+from eigentrace.settings import counted
 
 _WIDEST = 48
 _SHARES = (0.05, 0.5, 0.95, 0.99)
@@ -16,11 +17,6 @@ _UNITS = {
     "nats": " in nats: by how much the loss would rise without the example",
     "cosine": " as cosines",
 }
-
-
-def counted(number: int, thing: str) -> str:
-    """Return a number with its noun, in the plural if needed: 1 shard, 2 shards."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def classes_of(run: Run) -> list[str] | None:

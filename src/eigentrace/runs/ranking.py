@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from eigentrace.errors import EigentraceWarning, InputError
-from eigentrace.settings import check_counts
+from eigentrace.settings import check_counts, counted
 
 if TYPE_CHECKING:
     from eigentrace.store.user_columns import Names
@@ -48,6 +48,11 @@ class Ranking:
 
     values: np.ndarray  # (N,)
     names: "Names | None" = None
+
+    def __repr__(self) -> str:
+        known = self.values[~np.isnan(self.values)]
+        extent = f", values from {known.min():.4g} to {known.max():.4g}" if len(known) else ""
+        return f"<Ranking: {counted(len(self.values), 'example')}{extent}>"
 
     @cached_property
     def ids(self) -> np.ndarray | None:  # (N,)
@@ -86,6 +91,10 @@ class Top:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __repr__(self) -> str:
+        extent = f", scores from {self.scores[0]:.4g} to {self.scores[-1]:.4g}" if len(self) else ""
+        return f"<Top: {counted(len(self), 'example')}{extent}>"
+
     def __str__(self) -> str:
         names = self.rows if self.ids is None else self.ids
         return "\n".join(f"{score:12.5g}  {name}" for score, name in zip(self.scores, names, strict=True))
@@ -118,7 +127,7 @@ class Amounts:
         if text == number and (isinstance(value, Integral) or (isinstance(value, str) and number.isdecimal())):
             if int(number) < 0:
                 raise _wrong(name, value)
-            return Amounts(name, f"{int(number):,} rows", None, int(number))
+            return Amounts(name, counted(int(number), "row"), None, int(number))
         try:
             # 0.145 is taken as the exact decimal, not as the nearest binary number.
             share = Fraction(number) / (100 if text != number else 1)
