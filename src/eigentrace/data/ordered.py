@@ -15,6 +15,7 @@ from eigentrace.data.sources import Batch, Batches, Compared, Examples, Source, 
 from eigentrace.data.stream import Stream, refuse_unreadable
 from eigentrace.errors import DataError
 from eigentrace.numeric.hashing import hash_digests
+from eigentrace.settings import counted
 
 # Number of examples that a fingerprint is computed from.
 _FINGERPRINTED = 64
@@ -102,6 +103,11 @@ class Data:
         data = cls.__new__(cls)
         data._source, data.ids = source, ids
         return data
+
+    def __repr__(self) -> str:
+        # The examples of a stream may not be counted yet, and `repr` must not read them.
+        size = counted(len(self), "example") if self._source.is_counted else "a stream of examples"
+        return f"<Data: {size}{'' if self.ids is None else ', with ids'}>"
 
     def __len__(self) -> int:
         return len(self._source)

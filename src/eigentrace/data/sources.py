@@ -14,6 +14,7 @@ from eigentrace.data.digest import digest_rows, digests
 from eigentrace.data.row_numbers import Rows, boundary, cut, pick, within, written
 from eigentrace.errors import DataError
 from eigentrace.progress import track
+from eigentrace.settings import counted
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class Batch:
     values: Any
     digests: np.ndarray | None = None  # (B,)
     """The digest of each example before collation, if requested and defined."""
+
+    def __repr__(self) -> str:
+        extent = f", rows {self.rows[0]} to {self.rows[-1]}" if len(self) else ""
+        return f"<Batch: {counted(len(self), 'example')}{extent}>"
 
     def __len__(self) -> int:
         return len(self.rows)

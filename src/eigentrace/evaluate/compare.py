@@ -12,6 +12,7 @@ from eigentrace.evaluate.retrieval import Detection, Retrieval, detection, retri
 from eigentrace.methods.losses import Loss
 from eigentrace.methods.similarity import TracIn
 from eigentrace.projection.engine import Compute
+from eigentrace.settings import counted, short
 from eigentrace.task.task import Task
 
 
@@ -23,6 +24,9 @@ class Comparison:
     """AUC, AP and precision by the name of the score, in the order passed, baselines last."""
     detection: dict[str, Detection]
     """Detection curves by the name of the score, in the same order."""
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {counted(len(self.retrieval), 'score')}: {short(', '.join(self.retrieval))}>"
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.retrieval)

@@ -10,7 +10,7 @@ from eigentrace.errors import InputError
 from eigentrace.evaluate.arrays import checked
 from eigentrace.evaluate.leave_out import actual_changes, predicted_changes, standard_error
 from eigentrace.evaluate.training import as_trainer
-from eigentrace.settings import check_counts
+from eigentrace.settings import check_counts, counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +31,11 @@ class Counterfactual:
     """(Q, draws), actual change without these k random examples, the mean over seeds."""
     higher_is_worse: bool = True
     """Whether the outputs are losses, or scores such as margins that rise as the model gets better."""
+
+    def __repr__(self) -> str:
+        queries, k = self.dropped.shape
+        draws = self.random_actual.shape[1]
+        return f"<Counterfactual: {counted(queries, 'query')} without {k} proponents, {counted(draws, 'random draw')}>"
 
     @property
     def wins(self) -> float:

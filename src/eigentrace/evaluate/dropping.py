@@ -13,7 +13,7 @@ from eigentrace.evaluate.curves import Curve, curves_svg
 from eigentrace.evaluate.retrain import train_jobs
 from eigentrace.evaluate.subsets import TrainingJob, model_seed
 from eigentrace.evaluate.training import as_trainer
-from eigentrace.settings import check_counts
+from eigentrace.settings import check_counts, counted, short
 
 RANDOM = "random"
 
@@ -28,6 +28,10 @@ class RetrainingCurves:
     """(S, s) by the name of the score, "random" last: the mean output over the queries, per share and seed."""
     drop: Literal["top", "bottom"]
     """The end of each ranking that was dropped."""
+
+    def __repr__(self) -> str:
+        shares = counted(len(self.shares), "share")
+        return f"<RetrainingCurves: the {self.drop} of {short(', '.join(self.values))} dropped, at {shares}>"
 
     def mean(self, name: str) -> np.ndarray:  # (S,)
         """Return a curve, averaged over seeds."""

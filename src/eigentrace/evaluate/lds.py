@@ -29,6 +29,9 @@ class LDS:
     level: float
     """Confidence level of the interval."""
 
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
     def __str__(self) -> str:
         low, high = self.interval
         return f"LDS {self.mean:.3f} ({low:.3f} to {high:.3f}, {self.level:.0%}, over {self.resampled})"

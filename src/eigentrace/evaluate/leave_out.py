@@ -13,7 +13,7 @@ from eigentrace.evaluate.retrain import train_jobs
 from eigentrace.evaluate.subsets import Subsets, model_seed
 from eigentrace.evaluate.training import Trainer, as_trainer
 from eigentrace.numeric.rank_correlation import pearson, spearman
-from eigentrace.settings import check_counts
+from eigentrace.settings import check_counts, counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +26,10 @@ class LeftOut:
     """(Q, G), output without the group minus output with it, the mean over seeds."""
     error: np.ndarray
     """(Q, G), standard error of `actual` over seeds; NaN with a single seed."""
+
+    def __repr__(self) -> str:
+        queries, groups = self.actual.shape
+        return f"<LeftOut: {counted(queries, 'query')} without each of {counted(groups, 'group')}>"
 
     @property
     def pearson(self) -> float:

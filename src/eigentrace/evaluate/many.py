@@ -15,7 +15,7 @@ from eigentrace.evaluate.stacked import SGD, FusedStack, MappedStack, OutputLoss
 from eigentrace.evaluate.subsets import TrainingJob
 from eigentrace.evaluate.training import recipe_as_json, tensor_hash
 from eigentrace.progress import track
-from eigentrace.settings import check_counts, settings_of
+from eigentrace.settings import check_counts, counted, settings_of
 
 Initialise = Callable[[nn.Module, int], None]
 Engine = Literal["auto", "fused", "mapped"]
@@ -108,6 +108,10 @@ class ManyModels:
         if at_once is not None:
             check_counts(1, at_once=at_once)
         self._at_once = at_once or self._fitting()
+
+    def __repr__(self) -> str:
+        size = f"{counted(len(self._x), 'example')}, {counted(len(self._qx), 'query')}"
+        return f"<ManyModels: {type(self._model).__name__} on {size}, {self.at_once} at once>"
 
     @property
     def at_once(self) -> int:

@@ -16,7 +16,7 @@ from eigentrace.evaluate.output_cache import Store
 from eigentrace.evaluate.subsets import Subsets, TrainingJob, model_seed
 from eigentrace.evaluate.training import Trainer, as_trainer
 from eigentrace.progress import track
-from eigentrace.settings import check_counts
+from eigentrace.settings import check_counts, counted
 from eigentrace.version import __version__
 
 _KIND = "retrained"
@@ -34,6 +34,11 @@ class Retrained:
     """Whether the outputs are losses, or scores such as margins that rise as a model gets better."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """Description of the training, if the trainer has one."""
+
+    def __repr__(self) -> str:
+        subsets, seeds, queries = self.outputs.shape
+        size = f"{counted(subsets, 'subset')} of {counted(self.masks.shape[1], 'example')}"
+        return f"<Retrained: {size}, {counted(seeds, 'seed')}, {counted(queries, 'query')}>"
 
     def __post_init__(self) -> None:
         masks, outputs = np.asarray(self.masks), np.asarray(self.outputs, dtype=np.float64)

@@ -7,6 +7,7 @@ import numpy as np
 
 from eigentrace.errors import InputError
 from eigentrace.evaluate.arrays import Values, as_array
+from eigentrace.settings import counted
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class Detection:
     """(points,), share of the noisy examples found by then."""
     area: float
     """Area under the curve: 0.5 for a random ranking, at most 1 minus half the noise rate."""
+
+    def __repr__(self) -> str:
+        return f"<Detection: area {self.area:.3f}, {counted(len(self.looked), 'point')}>"
 
     def at(self, looked: float) -> float:
         """Return the share of the noisy examples found after inspecting a share of the data."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eigentrace.errors import InputError
-from eigentrace.settings import check_counts
+from eigentrace.settings import check_counts, counted
 
 
 class TrainingJob(NamedTuple):
@@ -37,6 +37,9 @@ class Subsets:
 
     def __len__(self) -> int:
         return len(self.masks)
+
+    def __repr__(self) -> str:
+        return f"<Subsets: {len(self):,} of {counted(self.num_train, 'example')}>"
 
     @property
     def num_train(self) -> int:

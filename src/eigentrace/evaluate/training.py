@@ -70,6 +70,9 @@ class Loop:
         self.train, self.measure, self.higher_is_worse = train, measure, higher_is_worse
         self._recipe = recipe
 
+    def __repr__(self) -> str:
+        return f"<Loop over {getattr(self.train, '__name__', type(self.train).__name__)}>"
+
     def check(self, num_train: int) -> None:
         """Accept any size, because only the function has the data."""
 

@@ -20,14 +20,14 @@ from eigentrace.krylov.eigenpairs import Eigenpairs, Spectrum
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.projection.directions import DenseDirections, StackedDirections
 from eigentrace.projection.engine import Compute
-from eigentrace.settings import check_counts, plain
+from eigentrace.settings import check_counts, counted, plain
 from eigentrace.task.checks import check_loss_fingerprint
 from eigentrace.task.task import Task
 
 Same = Literal["same"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EigenFit(ProjectedFit):
     """A fit that scores by a cut of the eigenpairs of the curvature, from any method that computes them."""
 
@@ -44,6 +44,16 @@ class EigenFit(ProjectedFit):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", (self._block(),))
+
+    def _described(self) -> list[str]:
+        directions = counted(len(self._kept()), "direction")
+        tail = "no tail" if self.delta is None else f"{'shaped ' * (self.cut.tail == 'shaped')}tail δ={self.delta:.3g}"
+        used = self._used()
+        tail += "" if used is None else f" on {counted(used.count, 'coordinate')}"
+        sample = self.method.get("sample")
+        part = "" if sample is None or sample >= self.num_train else f"{sample:,} of "
+        examples = f"curvature on {part}{counted(self.num_train, 'example')}"
+        return [f"{directions} of {counted(self.task.layout.numel, 'parameter')}", tail, examples]
 
     @property
     def can(self) -> Capabilities:

@@ -15,6 +15,7 @@ from eigentrace.fits.fitted import Capabilities, Fitted
 from eigentrace.fits.weighted_directions import Term
 from eigentrace.progress import track
 from eigentrace.projection.engine import Compute
+from eigentrace.settings import counted
 from eigentrace.task.checkpoints import Checkpoint, Source, find_checkpoints
 from eigentrace.task.task import Task
 from eigentrace.version import __version__
@@ -22,7 +23,7 @@ from eigentrace.version import __version__
 ENSEMBLE = "ensemble"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ensemble(Fitted):
     """A fit whose scores are the mean over several fits, of checkpoints, seeds or models.
 
@@ -47,6 +48,9 @@ class Ensemble(Fitted):
                 "the same data, or pass the same num_train to each."
             )
         object.__setattr__(self, "members", members)
+
+    def __repr__(self) -> str:
+        return f"<Ensemble of {counted(len(self.members), 'fit')}, the first: {self.members[0]!r}>"
 
     @staticmethod
     def fit(

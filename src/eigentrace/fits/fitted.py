@@ -19,6 +19,7 @@ from eigentrace.fits.reliability import Reliability
 from eigentrace.fits.weighted_directions import Term
 from eigentrace.krylov.eigenpairs import Spectrum
 from eigentrace.projection.engine import Compute
+from eigentrace.settings import counted
 from eigentrace.task.task import Task
 
 Normalize = Literal["gradient", "metric"] | None
@@ -71,6 +72,14 @@ class Fitted(ABC):
     num_train: int
     has_curvature: bool
     """Whether scores use curvature: only then do they estimate a change of loss and have a unit."""
+
+    def __repr__(self) -> str:
+        return f"<Fit by {self.method['name']}: {', '.join(self._described())}>"
+
+    def _described(self) -> list[str]:
+        """Return the size and the main settings of the fit, as phrases for `repr`."""
+        examples = counted(self.num_train, "training example")
+        return [counted(self.task.layout.numel, "parameter"), examples]
 
     @property
     def can(self) -> Capabilities:

@@ -22,7 +22,7 @@ from eigentrace.fits.weighted_directions import (
 )
 from eigentrace.numeric.top_k import Ranked, best_of, shortlist_rows
 from eigentrace.projection.engine import Compute
-from eigentrace.settings import check_counts
+from eigentrace.settings import check_counts, counted
 from eigentrace.task.task import Task
 
 
@@ -31,6 +31,11 @@ class ProjectedFit(Fitted):
 
     blocks: tuple[Block, ...]
     """One block per checkpoint."""
+
+    def _described(self) -> list[str]:
+        parameters, *others = super()._described()
+        size = [f"{counted(self.num_features, 'direction')} of {parameters}" if self.num_features else parameters]
+        return size + others + ([f"{len(self.blocks)} checkpoints"] if len(self.blocks) > 1 else [])
 
     @property
     def num_features(self) -> int:
@@ -137,7 +142,7 @@ class ProjectedFit(Fitted):
         return cross_scores(self.task, self.blocks, train, queries, unit_gradients, compute)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DirectionsFit(ProjectedFit):
     """A fit by directions other than eigenvectors: random vectors, single parameters, or whole gradients."""
 

@@ -16,7 +16,7 @@ from eigentrace.projection.engine import Compute
 from eigentrace.task.task import Task
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SolvedFit(Fitted):
     """A fit that scores ⟨g(z), H⁻¹g(x)⟩ by applying H⁻¹ to one gradient after the other."""
 

@@ -18,7 +18,7 @@ from eigentrace.fits.kronecker import eigenbases, energies, leading
 from eigentrace.projection import Job, project
 from eigentrace.projection.directions import DenseDirections, RotatedDirections, Rotation, StackedDirections, apply
 from eigentrace.projection.engine import Compute
-from eigentrace.settings import check_counts
+from eigentrace.settings import check_counts, counted
 from eigentrace.task.layout import Layout
 from eigentrace.task.task import Task
 
@@ -56,6 +56,9 @@ class Coordinates:
     total: float
     """E‖g‖²."""
     order: Tensor  # (R,) by descending residual energy at selection
+
+    def __repr__(self) -> str:
+        return f"<Coordinates: {self.count:,} for the tail of {counted(len(self.moments), 'direction')}>"
 
     @property
     def count(self) -> int:

@@ -15,6 +15,7 @@ from eigentrace.numeric.accumulate import over
 from eigentrace.projection import Job, gradients, in_chunks, project
 from eigentrace.projection.directions import DenseDirections, Directions, StackedDirections, apply
 from eigentrace.projection.engine import Compute
+from eigentrace.settings import counted
 from eigentrace.task.checkpoints import Checkpoint
 from eigentrace.task.checks import check_loss_fingerprint
 from eigentrace.task.task import Task
@@ -85,6 +86,10 @@ class Block:
     """The checkpoint; None for the model's current parameters."""
     overlap: Tensor | None = None  # (R, k)
     """S·Gᵀ, for directions [G; S]: the last R features minus this times the first k are those without the kept part."""
+
+    def __repr__(self) -> str:
+        place = "" if self.state is None else f", at {self.state}"
+        return f"<Block: {counted(self.directions.count, 'direction')}, identity weight {self.identity:.3g}{place}>"
 
     def settled(self, features: Tensor) -> Tensor:  # (B, K) -> (B, K), in place
         """Subtract the kept part from the coordinates of the tail."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from eigentrace.errors import ConvergenceWarning, EigentraceWarning, NumericalError
 from eigentrace.krylov.iterate import Ending, Krylov, ritz
+from eigentrace.settings import counted
 
 # A kept pair counts as converged if its residual is at most this share of its eigenvalue.
 _SETTLED = 0.1
@@ -30,6 +31,15 @@ class Spectrum:
     ending: Ending
     num_products: int
 
+    def __repr__(self) -> str:
+        values = self.eigenvalues.tolist()
+        extent = f" from {values[0]:.3g} to {values[-1]:.3g}" if values else ""
+        last = {None: "", True: ", converged", False: ", the last not converged"}[self.converged]
+        return (
+            f"<Spectrum: {counted(len(values), 'eigenvalue')}{extent}, {counted(self.num_products, 'product')}, "
+            f"{self.ending.value}{last}>"
+        )
+
     @property
     def converged(self) -> bool | None:
         """Whether the last kept pair has converged; None if there are no residuals."""
@@ -44,6 +54,10 @@ class Eigenpairs:
 
     directions: Tensor  # G (K, P), orthonormal, with the dtype and place of the basis
     spectrum: Spectrum
+
+    def __repr__(self) -> str:
+        count, size = self.directions.shape
+        return f"<Eigenpairs: {counted(count, 'direction')} of {counted(size, 'parameter')}, {self.spectrum!r}>"
 
 
 def top_eigenpairs(krylov: Krylov, keep: int) -> Eigenpairs:

@@ -35,6 +35,9 @@ class Inputs:
     content: Callable[[], dict[str, Any]] | None = None
     """Reads the whole dataset and returns hashes of its content; None if not supported."""
 
+    def __repr__(self) -> str:
+        return f"<Inputs: {self.task!r}, {self.data!r}>"
+
     def __post_init__(self) -> None:
         if not isinstance(self.task, Task) or not isinstance(self.data, Data):
             raise InputError(

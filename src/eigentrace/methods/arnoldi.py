@@ -25,7 +25,7 @@ from eigentrace.krylov.resume import SavedIteration, opened
 from eigentrace.krylov.vectors import Basis
 from eigentrace.methods.method import ready
 from eigentrace.numeric.seeding import generator_of
-from eigentrace.settings import check_counts, settings_of
+from eigentrace.settings import check_counts, settings_of, settings_repr
 from eigentrace.task.layout import normal
 from eigentrace.task.task import Task
 
@@ -75,6 +75,8 @@ class Arnoldi:
     reliability: bool = False
     """Also fit on two disjoint halves of the sample, and report their rank agreement as `fitted.reliability`. This
     takes about as long as another fit."""
+
+    __repr__ = settings_repr
 
     def __post_init__(self) -> None:
         check_counts(1, steps=self.steps, keep=self.keep)

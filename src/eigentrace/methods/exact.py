@@ -17,7 +17,7 @@ from eigentrace.krylov.eigenpairs import Eigenpairs, Spectrum, with_fixed_signs
 from eigentrace.krylov.iterate import Ending
 from eigentrace.methods.method import ready
 from eigentrace.progress import track
-from eigentrace.settings import check_counts, check_not_negative, settings_of
+from eigentrace.settings import check_counts, check_not_negative, settings_of, settings_repr
 from eigentrace.task.task import Task
 
 # Products computed between two updates of the progress bar.
@@ -36,6 +36,8 @@ class ExactHessian:
     max_params: int = 10_000
     """Largest number of selected parameters P to accept: the matrix takes 8·P² bytes, the eigensolver about P³
     operations."""
+
+    __repr__ = settings_repr
 
     def __post_init__(self) -> None:
         check_not_negative(damping=self.damping)

@@ -12,7 +12,7 @@ from eigentrace.methods.arnoldi import start_vector
 from eigentrace.methods.lissa import Lissa
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.projection.directions import DenseDirections
-from eigentrace.settings import check_counts, settings_of
+from eigentrace.settings import check_counts, settings_of, settings_repr
 from eigentrace.task.task import Task
 
 
@@ -28,6 +28,8 @@ class InverseArnoldi:
     """Settings of the solver that computes each product; its `curvature` is the one inverted."""
     seed: int = 0
     """Seed of the start vector; the solver has its own."""
+
+    __repr__ = settings_repr
 
     def __post_init__(self) -> None:
         check_counts(1, steps=self.steps, keep=self.keep)

@@ -86,7 +86,7 @@ def job_of(task: Task, function: Any, directions: Directions | None, norms: bool
     return Job(job.task, partial(function, job.task), job.directions, norms, compute)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SupportFit(Fitted):
     """The sum of the unit margin gradients of all training examples, with which each example is compared."""
 
@@ -140,7 +140,7 @@ class Features:
         return (torch.arange(classes, device=labels.device) == labels[:, None]).double() - 1 / classes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TangentFit(Fitted):
     """A ridge regression of labels on features, with the matrices for leave-one-out predictions."""
 

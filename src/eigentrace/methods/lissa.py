@@ -17,7 +17,7 @@ from eigentrace.krylov.iterate import lanczos, ritz
 from eigentrace.methods.method import ready
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.progress import track
-from eigentrace.settings import check_counts, check_not_negative, settings_of
+from eigentrace.settings import check_counts, check_not_negative, settings_of, settings_repr
 from eigentrace.task.layout import normal
 from eigentrace.task.task import Task
 
@@ -50,6 +50,8 @@ class Lissa:
     the task has outputs, else the Hessian."""
     seed: int = 0
     """Seed of the batches, which are the same for every gradient."""
+
+    __repr__ = settings_repr
 
     def __post_init__(self) -> None:
         check_counts(1, depth=self.depth, batch_size=self.batch_size, repeats=self.repeats)

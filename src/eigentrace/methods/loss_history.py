@@ -19,7 +19,7 @@ from eigentrace.disk.tensors import read_tensors
 from eigentrace.errors import EigentraceWarning, InputError, MismatchError, StorageError
 from eigentrace.methods.losses import losses_of
 from eigentrace.numeric.hashing import hash_arrays
-from eigentrace.settings import check_counts
+from eigentrace.settings import check_counts, counted
 from eigentrace.task.task import Task
 from eigentrace.version import __version__
 
@@ -42,6 +42,9 @@ class LossHistory:
                 f"values must have shape (steps, examples) with one row of losses per step and at least one step, got "
                 f"shape {tuple(self.values.shape)} for {len(self.steps)} steps. Record at least once."
             )
+
+    def __repr__(self) -> str:
+        return f"<LossHistory: {counted(self.values.shape[1], 'example')} at {_extent(self.steps)}>"
 
     def mean(self) -> Tensor:  # (N,)
         """Return each example's mean loss over the steps: high if it was learned late, or never."""
@@ -88,6 +91,10 @@ class LossTracker:
         if self.path is not None:
             with _random_states():
                 self._open(self.path)
+
+    def __repr__(self) -> str:
+        place = "" if self.path is None else f", stored at {self.path}"
+        return f"<LossTracker of {self.data!r}: {_extent(self.steps)} recorded{place}>"
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -233,6 +240,10 @@ def _warn_of_earlier(tracker: LossTracker) -> None:
 def _history(found: dict[int, Tensor]) -> LossHistory:
     steps = sorted(found)
     return LossHistory(torch.stack([found[step] for step in steps]), tuple(steps))
+
+
+def _extent(steps: tuple[int, ...]) -> str:
+    return counted(len(steps), "step") + (f" ({steps[0]} to {steps[-1]})" if len(steps) > 1 else "")
 
 
 def _name(step: int) -> str:

@@ -17,7 +17,7 @@ from eigentrace.fits.fitted import Fitted
 from eigentrace.methods.method import ready
 from eigentrace.progress import track
 from eigentrace.projection.engine import Compute
-from eigentrace.settings import check_counts, settings_of
+from eigentrace.settings import check_counts, settings_of, settings_repr
 from eigentrace.task.checkpoints import Checkpoint, Source, find_checkpoints
 from eigentrace.task.checks import check_losses, name_loader, note_batch
 from eigentrace.task.task import Task
@@ -50,7 +50,7 @@ def losses_of(task: Task, data: Data, change: Change | None = None, first: int =
     return losses
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LossFit(Fitted):
     """Losses as scores, averaged over checkpoints of the model and over changes of the inputs."""
 
@@ -101,6 +101,8 @@ class MeanLoss:
 
     checkpoints: Source | Sequence[Source]
     """The checkpoints: state dicts, files, or folders written by Hugging Face or Lightning; one, or a list."""
+
+    __repr__ = settings_repr
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> LossFit:
         """Check every checkpoint against the model; see `Method.fit` for the arguments."""
@@ -173,6 +175,8 @@ class AugmentedLoss:
     """Number of changes of each example to average over, with one pass over the data for each."""
     seed: int = 0
     """Seed of the changes."""
+
+    __repr__ = settings_repr
 
     def __post_init__(self) -> None:
         check_counts(1, draws=self.draws)

@@ -14,7 +14,7 @@ from eigentrace.methods.method import ready
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.progress import track
 from eigentrace.projection.directions import CoordinateDirections, DenseDirections
-from eigentrace.settings import check_counts, check_not_negative, settings_of
+from eigentrace.settings import check_counts, check_not_negative, settings_of, settings_repr
 from eigentrace.task.checkpoints import Source, find_checkpoints
 from eigentrace.task.layout import normal
 from eigentrace.task.task import Task
@@ -28,6 +28,8 @@ class RandProj:
     """K, the number of directions to project gradients on; each example gets K features."""
     seed: int = 0
     """Seed of the directions."""
+
+    __repr__ = settings_repr
 
     def __post_init__(self) -> None:
         check_counts(1, keep=self.keep)
@@ -51,6 +53,8 @@ class RandSelect:
     """K, the number of components; at most the number of selected parameters."""
     seed: int = 0
     """Seed of the selection."""
+
+    __repr__ = settings_repr
 
     def __post_init__(self) -> None:
         check_counts(1, keep=self.keep)
@@ -78,6 +82,8 @@ class TracIn:
     the model's current parameters."""
     learning_rates: Sequence[float] | None = None
     """Weights of the checkpoints, one for each, such as the learning rates at their steps; None weighs each 1/C."""
+
+    __repr__ = settings_repr
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> DirectionsFit:
         """Check every checkpoint against the model; see `Method.fit` for the arguments."""

@@ -13,7 +13,7 @@ from eigentrace.methods.label_agreement import Features, TangentFit, check_class
 from eigentrace.methods.method import ready
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.projection.directions import DenseDirections
-from eigentrace.settings import check_counts, check_not_negative, settings_of
+from eigentrace.settings import check_counts, check_not_negative, settings_of, settings_repr
 from eigentrace.task.layout import normal
 from eigentrace.task.task import Task
 
@@ -43,6 +43,8 @@ class TangentRidge:
     smallest leave-one-out error."""
     seed: int = 0
     """Seed of the directions and signs."""
+
+    __repr__ = settings_repr
 
     def __post_init__(self) -> None:
         check_counts(1, keep=self.keep, outputs=self.outputs)

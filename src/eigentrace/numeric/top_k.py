@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eigentrace.errors import InputError, NumericalError
 from eigentrace.numeric.accumulate import wide
-from eigentrace.settings import check_counts
+from eigentrace.settings import check_counts, counted
 
 Chunks = Iterable[tuple[int, Tensor]]
 """Pairs (first row, features (n, K) of consecutive rows), in ascending order."""
@@ -48,6 +48,10 @@ class Ranked:
     proponent_scores: Tensor  # (Q, k), descending
     opponents: Tensor  # (Q, k) rows of the training data
     opponent_scores: Tensor  # (Q, k), ascending
+
+    def __repr__(self) -> str:
+        queries, k = self.proponents.shape
+        return f"<Ranked: the top {k} proponents and opponents of {counted(queries, 'query')}>"
 
     def __post_init__(self) -> None:
         shapes = {tuple(t.shape) for t in (self.proponents, self.proponent_scores)}

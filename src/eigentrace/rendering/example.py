@@ -9,6 +9,7 @@ import numpy as np
 
 from eigentrace.errors import InputError
 from eigentrace.rendering.png import as_png
+from eigentrace.settings import counted, short
 
 Kind = Literal["image", "text", "pair", "tokens"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -28,6 +29,12 @@ class Shown:
     """The tokens of a text, each with its loss or None."""
     png: bytes | None = None
     """The image as a PNG file."""
+
+    def __repr__(self) -> str:
+        words = [text for text in (self.text, self.target) if text is not None]
+        words += [] if self.tokens is None else ["".join(token for token, _ in self.tokens)]
+        size = [] if self.png is None else [f"{len(self.png):,} bytes"]
+        return f"<Shown: {', '.join([self.kind, *size, *(repr(short(text)) for text in words)])}>"
 
     def __post_init__(self) -> None:
         check_kind(self.kind)
@@ -59,6 +66,11 @@ class Show(Protocol):
     def search(self, words: str) -> np.ndarray | None:  # (N,) bool
         """Return which examples contain `words` as a substring (case-insensitive); None if they have no text."""
         ...
+
+
+def renderer_repr(renderer: Show) -> str:
+    """Return `repr` of a renderer."""
+    return f"<{type(renderer).__name__}: {counted(len(renderer), 'example')}>"
 
 
 def as_shown(value: Any, kind: Kind) -> Shown:

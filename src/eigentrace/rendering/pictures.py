@@ -11,7 +11,7 @@ from torch import Tensor
 from eigentrace.data import Data, as_data
 from eigentrace.data.batch import tensors_of
 from eigentrace.errors import InputError
-from eigentrace.rendering.example import Kind, Shown, as_shown, check_kind, check_rows, class_names
+from eigentrace.rendering.example import Kind, Shown, as_shown, check_kind, check_rows, class_names, renderer_repr
 from eigentrace.rendering.png import Scale, as_pixels, encode_png, smaller
 from eigentrace.settings import check_counts
 
@@ -46,6 +46,8 @@ class Custom:
         check_counts(1, length=length)
         self.kind, self.classes = kind, class_names(classes)
         self._function, self._length, self._search, self._lock = function, length, search, Lock()
+
+    __repr__ = renderer_repr
 
     def __len__(self) -> int:
         return self._length
@@ -84,6 +86,8 @@ class Images:
     def __init__(self, get: Callable[[int], Any], length: int, *, classes: Sequence[str] | None = None) -> None:
         self._custom = Custom(get, "image", length, classes=classes)
         self.classes = self._custom.classes
+
+    __repr__ = renderer_repr
 
     def __len__(self) -> int:
         return len(self._custom)
@@ -130,6 +134,8 @@ class Tensors:
             return None
         likely = any(_looks_like_image(tensor) for tensor in tensors_of(data.first(1).values))
         return cls(data, classes=classes) if likely else None
+
+    __repr__ = renderer_repr
 
     def __len__(self) -> int:
         return len(self._data)

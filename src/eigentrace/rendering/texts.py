@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from eigentrace.errors import InputError
-from eigentrace.rendering.example import Kind, Shown, check_rows, class_names
+from eigentrace.rendering.example import Kind, Shown, check_rows, class_names, renderer_repr
 
 
 class TextSource(Protocol):
@@ -67,6 +67,8 @@ class Texts:
         self._columns, self._column = _opened(source, column), column
         self.classes = class_names(classes)
 
+    __repr__ = renderer_repr
+
     def __len__(self) -> int:
         return len(self._columns)
 
@@ -97,6 +99,8 @@ class Pairs:
     ) -> None:
         self._columns, self._text, self._target = _opened(source, text, target), text, target
         self.classes = class_names(classes)
+
+    __repr__ = renderer_repr
 
     def __len__(self) -> int:
         return len(self._columns)

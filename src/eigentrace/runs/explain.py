@@ -16,7 +16,7 @@ from eigentrace.fits.fitted import Fitted, Normalize
 from eigentrace.numeric.top_k import Ranked, merged
 from eigentrace.projection.engine import Compute
 from eigentrace.runs.candidates import Asked, MayAnswer, by_features, candidates
-from eigentrace.settings import check_counts
+from eigentrace.settings import check_counts, counted
 from eigentrace.store.columns import DIGEST, FEATURES
 from eigentrace.store.reader import RunReader
 from eigentrace.store.write import measured
@@ -45,6 +45,10 @@ class Side:
     labels: np.ndarray | None  # (Q, k)
     predictions: np.ndarray | None  # (Q, k)
 
+    def __repr__(self) -> str:
+        queries, k = self.rows.shape
+        return f"<Side: the top {k} examples of {counted(queries, 'query')}>"
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -62,6 +66,11 @@ class Explanation:
     """"nats", the predicted increase of the query's loss without the example; "cosine" in the metric; else None."""
     shortlist: int | None = None
     """Number of candidates per query that were rescored; None if no shortlist was used."""
+
+    def __repr__(self) -> str:
+        queries, k = self.proponents.rows.shape
+        unit = "" if self.unit is None else f", in {self.unit}"
+        return f"<Explanation of {counted(queries, 'query')}: top {k} proponents and opponents, {self.told}{unit}>"
 
     @property
     def told(self) -> str:

@@ -15,7 +15,7 @@ from eigentrace.fits.load import load
 from eigentrace.runs.explain import Explanation, explain
 from eigentrace.runs.groups import groups
 from eigentrace.runs.ranking import Ranking
-from eigentrace.settings import check_counts
+from eigentrace.settings import check_counts, counted
 from eigentrace.store.folder import Folder
 from eigentrace.store.reader import RunReader
 from eigentrace.store.same_data import check_loss, comparing, difference
@@ -33,8 +33,10 @@ class Run:
         self.reader, self.fitted, self.data = RunReader(folder), fitted, data
 
     def __repr__(self) -> str:
-        missing = "" if self.is_complete else f", {self.num_missing:,} missing"
-        return f"Run({str(self.path)!r}, {self.num_rows:,} examples{missing}, {self.num_features} features each)"
+        missing = "" if self.is_complete else f", {self.num_missing:,} not scored"
+        features = f"{counted(self.num_features, 'feature')} each"
+        name = self.manifest["method"]["name"]
+        return f"<Run of {name} at {self.path}: {counted(self.num_rows, 'example')}{missing}, {features}>"
 
     @property
     def folder(self) -> Folder:

@@ -34,6 +34,9 @@ class Checkpoint:
         """Return the state dict."""
         return _read(self.source) if isinstance(self.source, Path) else self.source
 
+    def __repr__(self) -> str:
+        return f"<Checkpoint: {self}>"
+
     def __str__(self) -> str:
         return str(self.source) if isinstance(self.source, Path) else "state dict in memory"
 

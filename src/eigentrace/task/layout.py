@@ -13,6 +13,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from eigentrace.settings import counted
+
 
 def normal(shape: tuple[int, ...], generator: torch.Generator, like: "Layout") -> Tensor:
     """Draw Gaussian numbers on the CPU, so that a seed gives the same numbers on every device."""
@@ -38,6 +40,9 @@ class Layout:
             dtypes=tuple(t.dtype for t in tensors),
             device=tensors[0].device,
         )
+
+    def __repr__(self) -> str:
+        return f"<Layout: {self.numel:,} parameters in {counted(len(self.names), 'tensor')}, on {self.device}>"
 
     @property
     def sizes(self) -> list[int]:

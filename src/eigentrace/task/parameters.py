@@ -33,6 +33,10 @@ class Coverage:
         """Share of the model's parameters that are selected."""
         return self.selected / self.total
 
+    def __repr__(self) -> str:
+        slower = f", {len(self.without_rule)} by a slower engine" if self.without_rule else ""
+        return f"<Coverage: {self.selected:,} of {self.total:,} parameters, {len(self.names)} tensors{slower}>"
+
     def __str__(self) -> str:
         share = f"{100 * self.fraction:.3g}% of {self.total:,} parameters"
         attributed = f"{share} ({self.selected:,} in {len(self.names)} tensors)"

@@ -81,6 +81,14 @@ class Task:
         self._loss_fingerprint: LossFingerprint | None = None
         self._is_own = True  # whether params are the model's own tensors
 
+    def __repr__(self) -> str:
+        known = [words for words, found in (("outputs", self.has_outputs), ("labels", self.has_labels)) if found]
+        known += ["a measurement"] if self.has_measurement else []
+        penalties = sorted({float(value) for value in self.l2.values()})
+        l2 = "" if not any(penalties) else f", l2={' or '.join(f'{value:g}' for value in penalties[:3])}"
+        size = f"{self._coverage.selected:,} of {self._coverage.total:,} parameters"
+        return f"<Task: {', '.join([type(self.model).__name__, size, 'loss', *known])}{l2}, on {self.layout.device}>"
+
     @property
     def coverage(self) -> Coverage:
         """Share of the model that is selected, and which parameters need a slower engine, with the reason."""
