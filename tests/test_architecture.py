@@ -115,6 +115,13 @@ def test_every_public_name_has_a_home():
     assert set(eigentrace._HOMES) == set(eigentrace.__all__)
 
 
+def test_completion_offers_public_names_only():
+    eigentrace.evaluate, eigentrace.Arnoldi, eigentrace.check  # noqa: B018
+    offered = {name for name in dir(eigentrace) if not name.startswith("__")}
+    assert offered == {*eigentrace.__all__, *eigentrace._PACKAGES}
+    assert "__version__" in dir(eigentrace)
+
+
 # Names of files that one module decides on, and where.
 FILE_NAMES = {
     "store": (folder.WEIGHTS, folder.USER_COLUMNS, folder.TABLE, folder.REQUEST, folder.DECISIONS, folder.DECIDING),
