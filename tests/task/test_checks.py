@@ -42,7 +42,7 @@ def test_a_single_example_passes():
         check_task(task, as_data(examples(1)))
 
 
-def test_only_the_first_examples_are_read():
+def test_only_a_few_examples_are_read():
     class Watched(Dataset):
         read = ()
 
@@ -51,13 +51,14 @@ def test_only_the_first_examples_are_read():
 
         def __getitem__(self, i):
             self.read = (*self.read, i)
-            return examples()[0][i], 0
+            return examples()[0][i % 12], 0
 
     data = Watched()
     task = et.classification(net())
     with task.session():
         check_task(task, as_data(data))
-    assert set(data.read) == set(range(8))
+    assert set(range(32)) < set(data.read)
+    assert len(set(data.read)) <= 96
 
 
 def test_missing_numbers_in_unused_inputs_are_no_change():

@@ -80,7 +80,7 @@ MEASUREMENTS = {
     "not finite": (lambda m, b: (m(b[0])[:, 0] * 0).log().log(), ("measurement", "12 examples", "row 0")),
     "of the batch": (
         lambda m, b: m(b[0])[:, 0] - m(b[0])[:, 0].mean(),
-        ("measurements", "row 0"),
+        ("row",),
     ),
 }
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from eigentrace.curvature.operator import Curvature, working_form
+from eigentrace.curvature.products import output_product
+from eigentrace.data.batch import to_double
 from eigentrace.errors import (
     DeterminismError,
     NumericalError,
@@ -18,7 +20,7 @@ from eigentrace.errors import (
 from eigentrace.progress import track
 from eigentrace.task.checks import check_losses
 from eigentrace.task.company import SAME_TOL, CompanyCheck, precision_of
-from eigentrace.task.derivatives import gradient
+from eigentrace.task.derivatives import LACKING, gradient
 from eigentrace.task.task import Task
 
 # Finite differences of float32 gradients are good to about a percent; a wrong derivative rule is off by more.
@@ -26,6 +28,11 @@ _FINITE_DIFFERENCE_TOL = 0.1
 
 
 _FINITE_DIFFERENCE_STEPS = (1e-2, 1e-3, 1e-4)
+
+# Relative error above which products are reported as wrong; rounding in a sound float32 model stays well below.
+_WRONG = 0.05
+# Outputs of a batch up to this many numbers are also evaluated in float64, which takes eight bytes for each.
+_MAX_DOUBLED = 2**24
 
 
 def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvature:
@@ -54,7 +61,7 @@ def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvatu
         )
     # A vector of large curvature: along a random one, rounding would dominate a difference of gradients.
     u = _off_padding(curvature.task, first / first.norm() if first.any() else v)
-    _warn_unless_symmetric(float(v @ curvature.matvec(u)), float(u @ first), tol)
+    _warn_unless_symmetric(curvature, float(v @ curvature.matvec(u)), float(u @ first), tol)
     if curvature.kind == "hessian":
         _warn_unless_difference(curvature.task, u, curvature.product_on(u, batch), batch)
     return curvature
@@ -85,17 +92,60 @@ def _off_padding(task: Task, v: Tensor) -> Tensor:  # (P,) -> (P,)
     return task.layout.flatten(parts)
 
 
-def _warn_unless_symmetric(one: float, other: float, tol: float) -> None:
-    """Warn unless ⟨v, Hu⟩ equals ⟨u, Hv⟩; they differ if forward and reverse derivative rules disagree."""
-    size = max(abs(one), abs(other))
+def _warn_unless_symmetric(curvature: Curvature, one: float, other: float, tol: float) -> None:
+    """Warn unless ⟨v, Hu⟩ equals ⟨u, Hv⟩, or if a saturated loss makes both of them wrong.
+
+    They differ if forward and reverse derivative rules disagree.
+    """
     # Rounding in ⟨v, Hu⟩ is relative to ‖Hu‖, which for a random v is larger by up to the square root of P.
-    if abs(one - other) > max(50 * tol, 0.05) * size:
+    differ = abs(one - other) > max(50 * tol, _WRONG) * max(abs(one), abs(other))
+    # A saturated loss hides behind the other terms of a Hessian, which are not small: ask only if something is wrong.
+    error = _saturation(curvature) if differ or curvature.kind == "gauss-newton" else 0.0
+    if error > _WRONG:
         warnings.warn(
-            f"The curvature is not symmetric (⟨v, Hu⟩ = {one:.4g}, ⟨u, Hv⟩ = {other:.4g}): some operation of the model "
-            "has inconsistent derivative rules. Scores may depend on the engine; replace custom or unusual operations.",
+            f"The loss is saturated: in float32, products with its second derivatives in the outputs are off by "
+            f"{error:.0%}, because probabilities round to exactly 0 or 1. Eigenvalues and scores are as wrong. Fit "
+            "with task.double(), which computes in float64, or at an earlier checkpoint.",
             PrecisionWarning,
             stacklevel=4,
         )
+    elif differ:
+        warnings.warn(
+            f"The curvature is not symmetric (⟨v, Hu⟩ = {one:.4g}, ⟨u, Hv⟩ = {other:.4g}): some operation of the model "
+            "has inconsistent derivative rules, or loses its digits (probabilities next to 0 or 1). Scores may depend "
+            "on the engine; replace custom or unusual operations, or fit with task.double().",
+            PrecisionWarning,
+            stacklevel=4,
+        )
+
+
+def _saturation(curvature: Curvature) -> float:
+    """Return the relative error of float32 in second derivatives of the loss in the outputs; 0 if it is not known.
+
+    Compared with float64 at the same outputs, on batch after batch until the error is small: batches of well-fitted
+    examples do not matter if others have more curvature.
+    """
+    task = curvature.task
+    if not task.has_outputs or task.layout.dtype != torch.float32:
+        return 0.0
+    wrong, size, error = 0.0, 0.0, 0.0
+    batches = curvature.batches()
+    for batch in batches:
+        outputs = task.outputs(task.params, batch)
+        if not isinstance(outputs, Tensor) or outputs.dtype != torch.float32 or outputs.numel() > _MAX_DOUBLED:
+            return 0.0
+        draw = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(outputs.device)
+        try:
+            exact = output_product(task, outputs.double(), draw.double(), to_double(batch))
+        except LACKING:  # a loss that only runs in float32
+            return 0.0
+        wrong += float((output_product(task, outputs, draw, batch).double() - exact).square().sum())
+        size += float(exact.square().sum())
+        error = (wrong / size) ** 0.5 if size else 0.0
+        if error <= _WRONG:
+            break
+    batches.close()  # type: ignore[attr-defined]
+    return error
 
 
 def _warn_unless_difference(task: Task, v: Tensor, exact: Tensor, batch: Any) -> None:

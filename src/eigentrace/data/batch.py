@@ -22,7 +22,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(function, value) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(function, value) for value in batch)
+        # A list rather than a generator, as the named results of torch functions such as `max` require.
+        return type(batch)([map_tensors(function, value) for value in batch])
     return batch
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from eigentrace.data import NOT_SINGLE, UNBATCHED, Batch, Data
-from eigentrace.data.batch import describe_batch, kept_whole, looks_single, select, tensors_of
+from eigentrace.data.batch import describe_batch, looks_single, tensors_of
 from eigentrace.errors import (
     DataError,
     DeterminismError,
@@ -20,24 +20,17 @@ from eigentrace.errors import (
     TaskError,
     UnsupportedError,
 )
+from eigentrace.numeric.seeding import generator_of
+from eigentrace.task.company import SAME_TOL, CompanyCheck, check_company, precision_of
 from eigentrace.task.derivatives import backward, gradient
 from eigentrace.task.identity import LossFingerprint, another_loss
 from eigentrace.task.parameters import some
 from eigentrace.task.task import Task
 
-# Relative differences above which two evaluations of the same thing count as different. Rounding in float64, in
-# float32 with the atomics of a GPU, and in bfloat16 stays well below; dropout or a shuffled loader is of order one.
-SAME_TOL = {"fp64": 1e-8, "fp32": 1e-3, "bf16": 5e-2}
-
-
-_NOT_ALONE = (
-    "so losses are not per example. Look for a division by the batch size or token count, for batch statistics, or for "
-    "a use of other examples. A list is read as batches: pass a list of single examples as Data(examples)."
-)
-
-
 # Number of examples that the loss is tested on.
 _LOOKED_AT = 8
+# Maximum number of examples of a batch in which losses are compared in other company.
+_COMPARED = 32
 
 
 def check_task(task: Task, data: Data) -> LossFingerprint:
@@ -58,9 +51,10 @@ def check_task(task: Task, data: Data) -> LossFingerprint:
         losses = _losses_leaving_model_alone(task, batch)
         check_losses(losses, first.rows, task=task, batch=batch)
         _check_repeatable(task, batch, losses)
-        _check_independent(task, batch, losses)
         _check_gradient(task, batch, losses)
+        _check_company(task, data, first)
         _check_own_gradient(task, batch)
+        _warn_if_padding_matters(task, data, first, losses)
     except Exception as error:
         name_loader(error, data, first.values)
         raise
@@ -185,13 +179,6 @@ def _same_batch(a: Batch, b: Batch) -> bool:
     return len(ours) == len(theirs) and all(_equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
-def precision_of(task: Task) -> str:
-    """Return the precision of the selected parameters: "bf16" if any is bfloat16, else "fp64" or "fp32"."""
-    if torch.bfloat16 in task.layout.dtypes:
-        return "bf16"
-    return "fp64" if task.layout.dtype == torch.float64 else "fp32"
-
-
 def _losses_leaving_model_alone(task: Task, batch: Any) -> Tensor:
     own = dict(task.model.named_parameters()) | dict(task.model.named_buffers())
     before = {name: tensor.detach().clone() for name, tensor in own.items()}
@@ -239,43 +226,45 @@ def _check_repeatable(task: Task, batch: Any, losses: Tensor) -> None:
         )
 
 
-def _check_independent(task: Task, batch: Any, losses: Tensor) -> None:
-    if len(losses) < 2:
+def _check_company(task: Task, data: Data, first: Batch) -> None:
+    """Check that losses do not depend on the other examples, in the first batch and in batches of random rows."""
+    check = CompanyCheck(task, task.losses)
+    check.observe(first.values, len(first))
+    check_company(check, *_evaluated(task, data.first(_COMPARED)))
+    if data.is_seekable and len(data) > _COMPARED:
+        for _, later in zip(range(2), data.batches(data.sample(2 * _COMPARED, generator_of(0))), strict=False):
+            check(*_evaluated(task, later))
+
+
+def _evaluated(task: Task, batch: Batch) -> tuple[Any, np.ndarray, Tensor]:
+    """Return a batch on the model's device, its rows, and its losses (B,)."""
+    values = task.place(batch.values)
+    losses = task.losses(task.params, values).detach()
+    check_losses(losses, batch.rows, task=task, batch=values)
+    return values, batch.rows, losses
+
+
+def _warn_if_padding_matters(task: Task, data: Data, first: Batch, losses: Tensor) -> None:
+    """Warn if a loss changes when its example is collated alone, without the padding to the length of others."""
+    if not data.can_rebatch:
         return
-    # The example with the largest loss: the loss of a well-fitted one is too small to show a difference.
-    i = int(losses.abs().argmax())
-    try:
-        alone = task.losses(task.params, select(batch, slice(i, i + 1), len(losses)))
-    except (EigentraceError, torch.OutOfMemoryError):
-        raise
-    except (ValueError, RuntimeError, IndexError) as error:
-        why = _why_not_alone(batch, len(losses))
-        raise TaskError(f"The loss fails for an example that is alone in its batch ({error}), {why}") from error
-    if len(alone) != 1:
-        raise TaskError(
-            f"The loss returns {len(alone)} numbers for an example that is alone in its batch, "
-            f"{_why_not_alone(batch, len(losses))}"
-        )
-    gap = _relative(losses[i], alone)
-    if gap > max(SAME_TOL[precision_of(task)], 1e-3):
-        raise TaskError(
-            f"The loss of an example changes by {gap:.2g} (relative) when it is alone in its batch, "
-            f"{_why_not_alone(batch, len(losses))}"
-        )
-
-
-def _why_not_alone(batch: Any, size: int) -> str:
-    """Return the likely cause: a part of the batch that was not split, or else a loss that is not per example."""
-    whole = kept_whole(batch, size)
-    if not whole:
-        return _NOT_ALONE
-    more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
-    return (
-        f"so either losses are not per example, or the batch was not split correctly: each of its {size} examples "
-        f"keeps all of {whole[0]}{more}. Put the examples along the first dimension of tensors, in tuples, lists or "
-        "dicts. If that is not possible (graphs merged into one, lists of tensors, custom objects), pass one example "
-        "at a time: Data(dataset, collate, batch_size=1), on a GPU with Compute(batch='data')."
-    )
+    shapes = [tensor.shape[1:] for tensor in tensors_of(first.values)]
+    for at, row in enumerate(first.rows):
+        batch = next(iter(data.batches(np.array([row]))))
+        if [tensor.shape[1:] for tensor in tensors_of(batch.values)] == shapes:
+            continue
+        alone = _evaluated(task, batch)[2]
+        gap = _relative(losses[at : at + 1], alone)
+        if gap > max(SAME_TOL[precision_of(task)], 1e-3):
+            warnings.warn(
+                f"The loss of row {row} changes by {gap:.2g} (relative) when its example is collated alone, without "
+                "padding to the length of others: the model depends on padding, and scores depend on the batch size. "
+                "Pass an attention mask and position ids that ignore padding, pad on the side that the model was "
+                "trained with, or use batches of one length (Compute(batch=1)).",
+                PrecisionWarning,
+                stacklevel=5,
+            )
+            return
 
 
 def _check_gradient(task: Task, batch: Any, losses: Tensor) -> None:

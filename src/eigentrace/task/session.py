@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_map_only
 
-from eigentrace.errors import InputError, UnsupportedError
+from eigentrace.data.batch import map_tensors
+from eigentrace.errors import InputError, TaskError, UnsupportedError
 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 # Names that torch.utils.checkpoint.checkpoint calls for either kind. Models import that function by name, so it cannot
@@ -41,6 +41,7 @@ def prepared(model: nn.Module) -> Iterator[None]:
     - Fused weight normalisation silently treats the norms as constant in its second derivative: it is replaced by
       separate operations.
     - What the user's functions compute under `torch.no_grad()` is constant in forward mode too, which ignores it.
+    - Assigning to the `data` of a tensor inside of a transform would end the process: see `_guarded_data`.
     - Activation checkpointing is disabled: the backward pass would recompute a block outside of the transforms of the
       forward pass, at the model's own parameters.
     - The global random state is restored, even if a data loader or dropout drew from it.
@@ -63,6 +64,7 @@ def prepared(model: nn.Module) -> Iterator[None]:
         stack.enter_context(_constant_padding(model))
         stack.enter_context(_no_checkpointing())
         stack.enter_context(_constant_under_no_grad())
+        stack.enter_context(_guarded_data(model))
         stack.enter_context(_no_fused_weight_norm())
         stack.enter_context(_no_fused_encoder())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -277,7 +279,7 @@ class _ConstantResults(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled() or any(result is argument for argument in args):
             return result  # in-place functions return their input
-        return tree_map_only(Tensor, Tensor.detach, result)
+        return map_tensors(Tensor.detach, result)
 
 
 @contextmanager
@@ -313,6 +315,61 @@ def _constant_under_no_grad() -> Iterator[None]:
     finally:
         for block, enter, leave in own:
             block.__enter__, block.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+@contextmanager
+def _guarded_data(model: nn.Module) -> Iterator[None]:
+    """Check assignments to `tensor.data` in the user's functions, where `module.to(dtype)` makes them too.
+
+    While the model is evaluated, its parameters are tensors of the task. Assigning to their data would change them for
+    good; and where torch transforms the function, the assigned tensor dies with the transform, and its next use ends
+    the process. Assignments that change nothing are left out; others raise an error.
+    """
+    found = vars(torch.Tensor).get("data")  # a guard of a session around this one; torch has it in a base class
+    own = torch.Tensor.data
+
+    def assign(tensor: Tensor, value: Tensor) -> None:
+        if not _IN_FUNCTION.get() or not isinstance(value, Tensor):
+            own.__set__(tensor, value)
+            return
+        named = (*model.named_parameters(), *model.named_buffers())
+        name = next((name for name, held in named if held is tensor), None)
+        if name is None and (_is_transformed(tensor) or _is_transformed(value)):
+            raise UnsupportedError("the model assigns to the `data` of a tensor, which cannot be transformed")
+        if name is None:
+            own.__set__(tensor, value)
+        elif value is not tensor and not _same_numbers(value, tensor):
+            raise TaskError(
+                f"Evaluating the loss assigns other values to the data of {name!r}: {_form(value)} instead of "
+                f"{_form(tensor)}. Expected a loss that leaves the model as it is. Convert modules (`.to`, `.half`) and "
+                "constrain weights before passing the model, not in forward."
+            )
+
+    torch.Tensor.data = property(own.__get__, assign)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        if found is None:
+            del torch.Tensor.data
+        else:
+            torch.Tensor.data = found  # type: ignore[method-assign]
+
+
+def _is_transformed(tensor: Tensor) -> bool:
+    """Return whether a tensor belongs to a transform (grad, vmap, jvp) and therefore has no memory of its own."""
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _same_numbers(a: Tensor, b: Tensor) -> bool:
+    return (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and torch.equal(a, b)
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 @contextmanager
