@@ -164,7 +164,7 @@ def test_reasons_name_label_and_prediction():
             "count per class": ({"drop": 3, "per_class": True}, ("drop", 3, "per_class")),
             "no column": ({"drop": 1, "by": "los"}, ("'los'", "self_influence, loss")),
             "text": ({"drop": 1, "by": "source"}, ("source", "<U5")),
-            "objects": ({"drop": 1, "by": np.array(["1"] * 60, dtype=object)}, ("by", "objects")),
+            "objects": ({"drop": 1, "by": np.array(["1"] * 60, dtype=object)}, ("by", "dtype object", "'1'", 0)),
             "length": ({"drop": 1, "by": [1.0, 2.0]}, (60, "(2,)")),
         }
     ),

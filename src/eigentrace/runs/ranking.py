@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from eigentrace.errors import EigentraceWarning, InputError
-from eigentrace.settings import check_counts, counted
+from eigentrace.settings import check_counts, counted, short
 
 if TYPE_CHECKING:
     from eigentrace.store.user_columns import Names
@@ -170,9 +170,15 @@ def as_numbers(values: Any, name: str) -> np.ndarray:
     if hasattr(values, "detach"):  # a tensor, on any device and of any type
         values = values.detach().cpu().double().numpy()
     values = np.asarray(values)
-    is_mixed = values.dtype.kind == "O" and not all(value is None or isinstance(value, Real) for value in values.flat)
-    if is_mixed or values.dtype.kind not in "biufO":
-        raise InputError(f"{name} must contain only numbers, got {'text or objects' if is_mixed else values.dtype}.")
+    objects = enumerate(values.flat) if values.dtype == object else ()
+    wrong = next(
+        ((place, value) for place, value in objects if value is not None and not isinstance(value, Real)), None
+    )
+    if wrong is not None or values.dtype.kind not in "biufO":
+        example = "" if wrong is None else f", such as {short(repr(wrong[1]))} at position {wrong[0]}"
+        raise InputError(
+            f"{name} must contain only numbers, got dtype {values.dtype}{example}. Convert them to numbers."
+        )
     return values.astype(np.float64, copy=False)
 
 
