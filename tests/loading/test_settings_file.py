@@ -134,7 +134,8 @@ WRONG = {
         ("a:b", "params", "[input.args]"),
     ),
     "arguments of nothing": (f"{FILE.replace('[fit]', '[input.args]')}", ("input.args", "function")),
-    "a date": ("[input]\nfunction = 'a:b'\nargs = {day = 2020-01-01}", ("datetime.date(2020, 1, 1)",)),
+    "a date": ("[input]\nfunction = 'a:b'\nargs = {day = 2020-01-01}", ("input.args.day", "datetime.date(2020, 1, 1)")),
+    "a list of dates": ("[input]\nfunction = 'a:b'\nargs = {days = [1, 2020-01-01]}", ("input.args.days[1]",)),
     "no TOML": ("[input", ("run.toml", "TOML")),
 }
 

@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -267,13 +267,21 @@ def _check_input(asked: Mapping[str, Any]) -> None:
 
 def _as_json(how: How) -> How:
     """Return the record with paths as text; raise InputError for values that JSON cannot store."""
-    try:
-        return json.loads(json.dumps(how, default=_text_of))
-    except TypeError as error:
-        raise InputError(f"A setting cannot be stored: {error}") from None
+    for name, value in _unstorable(how):
+        raise InputError(
+            f"The setting {name} is {value!r}, a {type(value).__name__}, which cannot be stored with the run. Write it "
+            "as text or as a number."
+        )
+    return json.loads(json.dumps(how, default=str))  # paths as text
 
 
-def _text_of(value: Any) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{value!r} is a {type(value).__name__}. Write it as text or as a number.")
+def _unstorable(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings that JSON cannot store, with their names such as input.args.since."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _unstorable(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _unstorable(item, f"{name}[{number}]")
+    elif not isinstance(value, str | int | float | Path | None):
+        yield name, value
