@@ -204,7 +204,7 @@ def test_cleaning_a_function_s_data(scored, call):
         "--drop 5% --keep 3": ("['drop', 'keep']",),
         "--drop many": ("drop", "'many'"),
         "--drop 5% --by text": ("'text'",),
-        "--drop 5% --out kept.csv": ("--out", "--decisions", "eigentrace.export"),
+        "--drop 5% --out kept.csv": ("--out", "runs/x", "mine.py:make", "--decisions", "eigentrace.export"),
         "--drop 5% --decisions d.parquet": ("d.parquet",),
         "--drop 5% --decisions d.xlsx": ("'d.xlsx'", ".parquet", ".csv"),
     }.items():

@@ -309,9 +309,15 @@ def _input_of(run: Run) -> dict[str, Any]:
 def _refuse_function(run: Run) -> None:
     if "dataset" not in _input_of(run):
         raise InputError(
-            "--out needs the file that the run's rows came from, but its data comes from a function. Leave --out away "
-            "and write the decisions (--decisions), or use eigentrace.export(decisions, source, out) in Python."
+            f"--out needs the file that the rows of the run came from, but the data of {run.path} comes from "
+            f"{_origin(run)}. Leave --out away and write the decisions (--decisions), or use "
+            "eigentrace.export(decisions, source, out) in Python."
         )
+
+
+def _origin(run: Run) -> str:
+    function = _input_of(run).get("function")
+    return "Python" if function is None else f"the function {function}"
 
 
 def _written(run: Run, decisions: Decisions, out: Path) -> Path:
