@@ -398,7 +398,15 @@ def test_interrupted_and_killed_it_goes_on(place, call):
     assert done.returncode == 130
     assert done.stdout == ""
     assert done.stderr.endswith(f" eigentrace {fit}\n")
-    assert call("info runs/x")[1].endswith(" eigentrace fit runs/x\n")
+    code, out, _ = call("info runs/x")
+    assert out.endswith(" eigentrace fit runs/x\n")
+    saved = json.loads(call("info runs/x --json")[1])["products"]
+    assert saved["total"] == 20
+    assert 0 < saved["saved"] < 20
+    expect_mentions(out, [f"{saved['saved']} of 20"])
+    (place / "runs/x/krylov/state.safetensors").rename(place / "state")
+    expect_mentions(call("info runs/x")[1], ["0 of 20"])
+    (place / "state").rename(place / "runs/x/krylov/state.safetensors")
     assert call(fit)[0] == 0
     assert not (place / "runs" / "x" / "krylov").exists()
     score = "score runs/x --shard-rows 8"

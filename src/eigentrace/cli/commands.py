@@ -26,6 +26,7 @@ from eigentrace.disk.manifest import read_manifest
 from eigentrace.errors import InputError
 from eigentrace.fits.fitted import Fitted
 from eigentrace.fits.load import load
+from eigentrace.krylov.resume import progress_of
 from eigentrace.loading import Inputs, check_source
 from eigentrace.methods.by_name import make_method
 from eigentrace.methods.method import Method
@@ -232,7 +233,9 @@ def check(path: Path, repair: bool, trust: bool, as_json: bool) -> None:
 def info(path: Path, as_json: bool) -> None:
     """Describe a run."""
     if state := request.unscored(path):
-        result = {"run": str(path), "state": state[0], "next": state[1]}
+        result: dict[str, Any] = {"run": str(path), "state": state[0], "next": state[1]}
+        if (known := progress_of(Folder(path).krylov)) is not None:
+            result["products"] = {"saved": known[0], "total": known[1]}
         return _answer(result, f"{path}: {state[0]}.\nNext: {state[1]}", as_json)
     run = _opened(path)
     return _answer(_summary(run, path), f"{show_run(run, path)}\n{_after(run, path)}", as_json)

@@ -10,6 +10,7 @@ import torch
 from eigentrace.data import Data
 from eigentrace.disk.atomic import replacing
 from eigentrace.errors import InputError, MismatchError
+from eigentrace.krylov.resume import progress_of
 from eigentrace.loading import Inputs, from_config, make_inputs
 from eigentrace.loading.trust import trust_run
 from eigentrace.methods.by_name import DEFAULT
@@ -155,7 +156,9 @@ def unscored(path: Path) -> tuple[str, str] | None:
     if folder.fit.exists() or UNSAVED in (folder.request or {}):
         return "the fit is finished, and nothing is scored yet", f"eigentrace score {path}"
     if folder.krylov.exists() or (path / REQUEST).exists():
-        return "the fit is not finished", f"eigentrace fit {path}"
+        known = progress_of(folder.krylov)
+        saved = "" if known is None else f": {known[0]:,} of {known[1]:,} curvature products are saved"
+        return f"the fit is not finished{saved}", f"eigentrace fit {path}"
     return None
 
 

@@ -189,6 +189,18 @@ def opened(
         yield SavedIteration(path, identity, draws)
 
 
+def progress_of(path: str | Path) -> tuple[int, int] | None:
+    """Return how many products an iteration has saved and how many it computes; None if that cannot be read."""
+    try:
+        total = int(read_manifest(Path(path), KIND)["identity"]["steps"])
+        if not (Path(path) / _STATE).exists():
+            return 0, total
+        with safe_open(Path(path) / _STATE, "pt") as file:
+            return int(json.loads((file.metadata() or {})["record"])["num_products"]), total
+    except (MismatchError, SafetensorError, OSError, KeyError, TypeError, ValueError):
+        return None
+
+
 def _check(path: Path, identity: Mapping[str, Any]) -> None:
     """Raise MismatchError, with the differences, if a directory contains anything else."""
     if not path.exists():
