@@ -152,6 +152,17 @@ def test_progress_goes_to_standard_error(place, call, monkeypatch):
     assert "Krylov iteration: 20 of 20 (100%)" in err
 
 
+def test_fit_reports_its_sample_and_its_training_examples(place, call, answer):
+    fit = "fit runs/x --input mine.py:make --steps 8 --keep 3"
+    assert answer(f"{fit} --sample 12")[1]["num_sampled"] == 12
+    assert answer("fit runs/x")[1]["num_train"] == 40
+    expect_mentions(call("fit runs/x")[1], ["12 of 40"])
+    for name, options in {"all": "--sample all", "default": ""}.items():
+        fitted = answer(f"fit runs/{name} --input mine.py:make --steps 8 --keep 3 {options}")[1]
+        assert (fitted["num_sampled"], fitted["num_train"]) == (40, 40)
+    assert "num_sampled" not in answer("fit runs/loss --input mine.py:make --method Loss")[1]
+
+
 def test_numbers_that_json_lacks_become_null(capsys):
     from eigentrace.cli.commands import _answer
 

@@ -19,7 +19,7 @@ from eigentrace.cleaning.decisions import Decisions, check_decisions_file
 from eigentrace.cleaning.export import export
 from eigentrace.cli import request
 from eigentrace.cli.deciding import decide
-from eigentrace.cli.showing import classes_of, show_explanation, show_fit, show_run
+from eigentrace.cli.showing import classes_of, num_sampled, show_explanation, show_fit, show_run
 from eigentrace.disk.atomic import replacing, sweep
 from eigentrace.disk.lock import locked
 from eigentrace.disk.manifest import read_manifest
@@ -54,7 +54,7 @@ def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], trust
         request.write(path, how)
         sweep(folder.path)
         if inputs is not None and not folder.fit.exists():
-            _note(f"{len(inputs.data):,} examples; {inputs.task.coverage}")
+            _note(f"{counted(len(inputs.data), 'training example')}; {inputs.task.coverage}")
             fitted = _fitted(method, inputs, folder)
             if fitted.can.save:
                 fitted.save(folder.fit)
@@ -70,6 +70,7 @@ def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], trust
         saved = read_manifest(folder.fit, "fit")
     result = {"run": str(path), "fit": str(folder.fit) if folder.fit.exists() else None}
     result |= {key: saved[key] for key in known if key in saved}
+    result |= {} if (sampled := num_sampled(saved)) is None else {"num_sampled": sampled}
     _answer(result, f"{show_fit(saved)}\nNext: eigentrace score {path}", as_json)
 
 

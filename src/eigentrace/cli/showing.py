@@ -39,9 +39,17 @@ def show_table(columns: Mapping[str, Any]) -> str:
 
 def show_fit(saved: Mapping[str, Any]) -> str:
     """Describe a finished fit."""
-    name = saved["method"]["name"]
+    name, sampled = saved["method"]["name"], num_sampled(saved)
     done = counted(saved["num_products"], "curvature product") if "num_products" in saved else name
-    return f"Fitted {saved['coverage']} on {counted(saved['num_train'], 'example')}: {done}."
+    part = "" if sampled in (None, saved["num_train"]) else f"{sampled:,} of "
+    return f"Fitted {saved['coverage']}: {done} on {part}{counted(saved['num_train'], 'training example')}."
+
+
+def num_sampled(saved: Mapping[str, Any]) -> int | None:
+    """Return the number of examples that the curvature of a fit is averaged over; None if its method has no sample."""
+    if "sample" not in saved["method"]:
+        return None
+    return min(saved["method"]["sample"] or saved["num_train"], saved["num_train"])
 
 
 def show_run(run: Run, path: Path) -> str:
