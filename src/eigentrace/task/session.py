@@ -41,7 +41,7 @@ def prepared(model: nn.Module) -> Iterator[None]:
     - Fused weight normalisation silently treats the norms as constant in its second derivative: it is replaced by
       separate operations.
     - What the user's functions compute under `torch.no_grad()` is constant in forward mode too, which ignores it.
-    - Assigning to the `data` of a tensor inside of a transform would end the process: see `_guarded_data`.
+    - Assigning to the `data` of a tensor inside of a transform can cause a segmentation fault: see `_guarded_data`.
     - Activation checkpointing is disabled: the backward pass would recompute a block outside of the transforms of the
       forward pass, at the model's own parameters.
     - The global random state is restored, even if a data loader or dropout drew from it.
@@ -321,9 +321,9 @@ def _constant_under_no_grad() -> Iterator[None]:
 def _guarded_data(model: nn.Module) -> Iterator[None]:
     """Check assignments to `tensor.data` in the user's functions, where `module.to(dtype)` makes them too.
 
-    While the model is evaluated, its parameters are tensors of the task. Assigning to their data would change them for
-    good; and where torch transforms the function, the assigned tensor dies with the transform, and its next use ends
-    the process. Assignments that change nothing are left out; others raise an error.
+    While the model is evaluated, its parameters are tensors of the task, which an assignment would change permanently.
+    If the function is transformed (grad, vmap, jvp), the assigned tensor is invalid after the transform, and its next
+    use is a segmentation fault. Assignments of equal values are skipped; others raise an error.
     """
     found = vars(torch.Tensor).get("data")  # a guard of a session around this one; torch has it in a base class
     own = torch.Tensor.data
@@ -335,14 +335,14 @@ def _guarded_data(model: nn.Module) -> Iterator[None]:
         named = (*model.named_parameters(), *model.named_buffers())
         name = next((name for name, held in named if held is tensor), None)
         if name is None and (_is_transformed(tensor) or _is_transformed(value)):
-            raise UnsupportedError("the model assigns to the `data` of a tensor, which cannot be transformed")
+            raise UnsupportedError("the model assigns to the `data` of a tensor, which torch cannot transform")
         if name is None:
             own.__set__(tensor, value)
         elif value is not tensor and not _same_numbers(value, tensor):
             raise TaskError(
                 f"Evaluating the loss assigns other values to the data of {name!r}: {_form(value)} instead of "
-                f"{_form(tensor)}. Expected a loss that leaves the model as it is. Convert modules (`.to`, `.half`) and "
-                "constrain weights before passing the model, not in forward."
+                f"{_form(tensor)}. Expected a loss that leaves the model as it is. Convert modules (`.to`, `.half`) "
+                "and constrain weights before passing the model, not in forward."
             )
 
     torch.Tensor.data = property(own.__get__, assign)  # type: ignore[assignment,method-assign]
