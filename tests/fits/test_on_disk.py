@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 import eigentrace as et
@@ -15,6 +15,7 @@ from eigentrace.disk.manifest import write_directory
 from eigentrace.disk.tensors import ALIGNED, read_tensors, write_tensors
 from eigentrace.errors import InputError, MismatchError
 from tests.helpers.expecting import expect_mentions, refused
+from tests.helpers.manifests import edit_manifest
 from tests.helpers.small import cross_entropy, examples, fit, net, table
 
 
@@ -217,8 +218,7 @@ def cut(file):
 
 
 def manifest(folder, **changes):
-    file = folder / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    edit_manifest(folder, lambda entries: entries.update(changes))
 
 
 DAMAGE = {
@@ -313,23 +313,17 @@ def test_numbers_that_json_cannot_hold_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def _edit(folder, change):
-    manifest = json.loads((folder / "manifest.json").read_text())
-    change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
 @pytest.mark.parametrize("key", ["double", "method", "ending", "fingerprint"])
 def test_a_manifest_with_a_part_missing_is_refused(key, task, tmp_path):
     et.Arnoldi(steps=10, keep=2).fit(task, examples()).save(tmp_path / "fit")
-    _edit(tmp_path / "fit", lambda manifest: manifest.pop(key))
+    edit_manifest(tmp_path / "fit", lambda manifest: manifest.pop(key))
     with refused(MismatchError, tmp_path / "fit", repr(key)):
         et.load(tmp_path / "fit", task)
 
 
 def test_a_cut_with_a_part_missing_is_refused(task, tmp_path):
     et.Arnoldi(steps=10, keep=2).fit(task, examples()).save(tmp_path / "fit")
-    _edit(tmp_path / "fit", lambda manifest: manifest["cut"].pop("tail"))
+    edit_manifest(tmp_path / "fit", lambda manifest: manifest["cut"].pop("tail"))
     with refused(MismatchError, tmp_path / "fit", "'tail'"):
         et.load(tmp_path / "fit", task)
 
@@ -337,8 +331,8 @@ def test_a_cut_with_a_part_missing_is_refused(task, tmp_path):
 def test_rows_of_another_shape_are_refused(task, tmp_path):
     et.Arnoldi(steps=10, keep=2).fit(task, examples()).save(tmp_path / "fit")
     file = tmp_path / "fit" / "eigenpairs.safetensors"
-    tensors = load_file(file)
-    save_file(tensors | {"directions": tensors["directions"][:, :-1].contiguous()}, file)
+    tensors = read_tensors(file)
+    write_tensors(tensors | {"directions": tensors["directions"][:, :-1].contiguous()}, file, checksums=True)
     with refused(MismatchError, "directions", (2, 30), (2, 31)):
         et.load(tmp_path / "fit", task)
 

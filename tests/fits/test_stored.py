@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 import re
 
 import pytest
@@ -14,6 +13,7 @@ import eigentrace as et
 from eigentrace.errors import InputError, PrecisionWarning, UnsupportedError
 from eigentrace.numeric.seeding import generator_of
 from tests.helpers.expecting import refused, warned
+from tests.helpers.manifests import edit_manifest
 from tests.helpers.models import CASES, dense_gradients
 from tests.helpers.places import DOCS
 
@@ -188,11 +188,12 @@ def test_fits_saved_before_there_were_coordinates_are_read(cases, tmp_path):
     case = cases["mlp"]
     fitted = et.Arnoldi(keep=4, **WHOLE).fit(case.task, case.batches)
     fitted.save(tmp_path / "fit")
-    path = tmp_path / "fit" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["cut"] = {key: manifest["cut"][key] for key in ("keep", "tail", "positive_only")}
-    manifest["method"].pop("coordinates")
-    path.write_text(json.dumps(manifest))
+
+    def change(manifest):
+        manifest["cut"] = {key: manifest["cut"][key] for key in ("keep", "tail", "positive_only")}
+        manifest["method"].pop("coordinates")
+
+    edit_manifest(tmp_path / "fit", change)
     loaded = et.load(tmp_path / "fit", case.task)
     assert torch.equal(loaded.self_influence(case.batches), fitted.self_influence(case.batches))
     assert loaded.coordinates is None

@@ -14,6 +14,7 @@ from eigentrace.errors import MismatchError
 from eigentrace.rendering import Custom, Texts
 from eigentrace.runs.explain import KEPT
 from tests.helpers.expecting import expect_mentions, missing, refused
+from tests.helpers.manifests import edit_manifest
 from tests.helpers.pages import HOSTILE
 from tests.helpers.runs import data, fit
 from tests.helpers.serving import HEADERS, client
@@ -288,10 +289,8 @@ def test_a_renderer_that_fails_leaves_the_numbers(scored):
 
 
 def test_a_dataset_that_is_gone_leaves_the_numbers(scored, tmp_path, points):
-    manifest = json.loads((points / "manifest.json").read_text())
     gone = {"model": str(tmp_path / "gone"), "dataset": str(tmp_path / "gone.csv"), "task": "causal-lm"}
-    manifest["how"] = {"input": gone | {"resolved": {}}}
-    (points / "manifest.json").write_text(json.dumps(manifest))
+    edit_manifest(points, lambda manifest: manifest.update(how={"input": gone | {"resolved": {}}}))
     asked = client(points)
     assert get(asked, "/api/examples", limit=1)["rows"][0]["content"] == {"kind": "none"}
     overview = get(asked, "/api/overview")

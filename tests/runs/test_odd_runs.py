@@ -16,7 +16,7 @@ from torch import nn
 import eigentrace as et
 from eigentrace.disk.tensors import write_tensors
 from eigentrace.errors import InputError, MismatchError, NumericalError, StorageError, UnsupportedError
-from eigentrace.store.user_columns import Names
+from eigentrace.store.user_columns import ColumnsFile, Names
 from tests.helpers.expecting import expect_mentions, refused
 from tests.helpers.runs import Points, data, fit, model, task
 
@@ -316,11 +316,12 @@ def test_names_are_read_by_row(tmp_path):
     values = [f"n{row}" for row in range(1000)]
     pq.write_table(pa.table({"id": values, "number": np.arange(1000)}), tmp_path / "x.parquet", row_group_size=64)
     rows = np.array([[999, 0, 64], [63, 63, 512]])
-    assert Names(tmp_path / "x.parquet", "id").of(rows).tolist() == [[values[row] for row in line] for line in rows]
-    assert np.array_equal(Names(tmp_path / "x.parquet", "number").of(rows), rows)
-    assert Names(tmp_path / "x.parquet", "number").of(np.array([3, -1])).tolist() == [3, None]
-    assert Names(tmp_path / "x.parquet", "id").of(np.array([-1])).tolist() == [None]
-    assert len(Names(tmp_path / "x.parquet", "id").of(np.array([], dtype=int))) == 0
+    names, numbers = (Names(ColumnsFile(tmp_path / "x.parquet"), column) for column in ("id", "number"))
+    assert names.of(rows).tolist() == [[values[row] for row in line] for line in rows]
+    assert np.array_equal(numbers.of(rows), rows)
+    assert numbers.of(np.array([3, -1])).tolist() == [3, None]
+    assert names.of(np.array([-1])).tolist() == [None]
+    assert len(names.of(np.array([], dtype=int))) == 0
 
 
 TENSORS = {

@@ -14,9 +14,9 @@ import eigentrace as et
 from eigentrace.disk.lock import locked
 from eigentrace.errors import BusyError, InputError, MismatchError, UnsupportedError
 from eigentrace.runs.ranking import Ranking
-from eigentrace.store.shards import read_column
-from eigentrace.store.user_columns import Names
+from eigentrace.store.user_columns import ColumnsFile, Names
 from tests.helpers.expecting import expect_mentions, refused
+from tests.helpers.manifests import edit_manifest
 from tests.helpers.runs import Points, data, fit, model, task
 from tests.helpers.small import cross_entropy
 
@@ -83,7 +83,7 @@ def test_features_come_back_chunk_by_chunk(run, fitted):
 
 def test_half_the_bytes(fitted, tmp_path):
     run = et.score(fitted, data(), tmp_path / "x", features="fp16")
-    held = [read_column(path, "features") for path in (run.path / "shards").glob("*.safetensors")]
+    held = [run.folder.record.column(shard, "features") for shard in run.reader.shards]
     assert {array.dtype for array in held} == {np.dtype(np.float16)}
     expected = fitted.features(data())
     sizes = expected.abs().amax(dim=1, keepdim=True)
@@ -103,7 +103,7 @@ def test_the_highest_come_first(run):
 
 def test_equal_scores_come_in_row_order(tmp_path):
     pq.write_table(pa.table({"id": list("abcde")}), tmp_path / "ids.parquet", row_group_size=2)
-    ranking = Ranking(np.array([1.0, 3.0, np.nan, 3.0, 3.0]), Names(tmp_path / "ids.parquet", "id"))
+    ranking = Ranking(np.array([1.0, 3.0, np.nan, 3.0, 3.0]), Names(ColumnsFile(tmp_path / "ids.parquet"), "id"))
     assert ranking.top(2).rows.tolist() == [1, 3]
     assert ranking.top(9).ids.tolist() == ["b", "d", "e", "a", "c"]
 
@@ -309,9 +309,7 @@ def begun(fitted, path, change):
     record = run.folder.record
     record.write(record.read()[:1])
     run.folder.table_file.unlink()
-    manifest = json.loads(run.folder.manifest_file.read_text())
-    change(manifest["columns"])
-    run.folder.manifest_file.write_text(json.dumps(manifest))
+    edit_manifest(run.path, lambda manifest: change(manifest["columns"]))
     return run
 
 

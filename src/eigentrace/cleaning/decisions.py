@@ -16,6 +16,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from eigentrace.disk.atomic import appearing
+from eigentrace.disk.bounded import check_regular
 from eigentrace.errors import InputError, MismatchError
 from eigentrace.settings import counted
 
@@ -173,7 +174,8 @@ class Decisions:
         path = check_decisions_file(path)
         make = pa.csv.CSVWriter if path.suffix == ".csv" else pq.ParquetWriter
         form = for_csv if path.suffix == ".csv" else lambda table: table
-        with appearing(path) as partial, make(partial, form(self.table(0, 0)).schema) as writer:
+        options: dict[str, Any] = {} if path.suffix == ".csv" else {"write_page_checksum": True}
+        with appearing(path) as partial, make(partial, form(self.table(0, 0)).schema, **options) as writer:
             for start in range(0, len(self), _ROWS_AT_ONCE):
                 writer.write_table(form(self.table(start, start + _ROWS_AT_ONCE)))
         return path
@@ -182,7 +184,7 @@ class Decisions:
     def read(path: str | Path) -> "Decisions":
         """Read decisions from a file written by `write`, which may have been edited."""
         table = _read(Path(path))
-        words = table["decision"].cast(pa.string())
+        words = table["decision"]
         wrong = pc.unique(words.filter(pc.invert(pc.is_in(words, pa.array(WORDS)))))
         rows, scores, ranks, thresholds, labels, predictions, given = (
             _numbers(path, table, name, kind, missing) for name, (kind, missing) in _NUMBERS.items()
@@ -198,12 +200,12 @@ class Decisions:
             scores=scores,
             ranks=ranks,
             thresholds=thresholds,
-            rule=Rule(**json.loads(known[_RULE])) if _RULE in known else None,
+            rule=_rule_of(path, known[_RULE]) if _RULE in known else None,
             labels=_unless_empty(table, "label", labels),
             predictions=_unless_empty(table, "prediction", predictions),
             ids=_unless_empty(table, "id", table["id"] if "id" in table.column_names else None),
             to_relabel=np.flatnonzero(pc.equal(words, "relabel").to_numpy()),
-            told=table["reason"].cast(pa.string()),
+            told=table["reason"],
             given=_unless_empty(table, _NEW_LABEL, given),
         )
 
@@ -314,6 +316,16 @@ def _unless_empty(table: pa.Table, name: str, values: Any) -> Any:
     return values if name in table.column_names and table[name].null_count < len(table) else None
 
 
+def _rule_of(path: str | Path, text: bytes) -> Rule:
+    try:
+        rule = Rule(**json.loads(text))
+        if not all(isinstance(value, str) for value in (rule.by, rule.drops, rule.keeps)):
+            raise ValueError("its phrases are not text")
+        return rule
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MismatchError(f"The rule in {path} is damaged ({error}). Create the file again.") from None
+
+
 def _read_csv(path: Path) -> pa.Table:
     """Read decisions from a CSV file; ids are read as text if they are quoted, as `write` quotes ids that are text."""
     with path.open("rb") as file:
@@ -328,13 +340,24 @@ def _read_csv(path: Path) -> pa.Table:
 
 
 def _read(path: Path) -> pa.Table:
+    """Return the table of a file of decisions, with `decision` and `reason` as text."""
     try:
-        table = _read_csv(path) if path.suffix == ".csv" else pq.read_table(path)
+        check_regular(path)
+        table = _read_csv(path) if path.suffix == ".csv" else pq.read_table(path, page_checksum_verification=True)
+        table.validate(full=True)
+        lacking = [name for name in _COLUMNS if table.column_names.count(name) != 1]
+        if lacking:
+            raise MismatchError(
+                f"{path} has {table.column_names.count(lacking[0])} columns {lacking[0]}, expected one, so it is not a "
+                "file of decisions. Check the path."
+            )
+        for name in ("decision", "reason"):
+            at = table.column_names.index(name)
+            table = table.set_column(at, name, table.column(at).cast(pa.string()))
+        return table
     except FileNotFoundError:
         raise MismatchError(f"There are no decisions at {path}. Check the path.") from None
-    except (pa.ArrowException, OSError) as error:
+    except MismatchError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise MismatchError(f"{path} cannot be read as a table of decisions ({error}). Create it again.") from None
-    lacking = [name for name in _COLUMNS if name not in table.column_names]
-    if lacking:
-        raise MismatchError(f"{path} has no column {lacking[0]}, so it is not a file of decisions. Check the path.")
-    return table

@@ -23,7 +23,8 @@ def locked(folder: Path) -> Iterator[None]:
     _at_fork()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+b", buffering=0)
+        # A link is not followed: the file that it names would be overwritten.
+        file = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0)
     except OSError as error:
         raise storage_error(error, folder / LOCK) from error
     with file:
@@ -31,7 +32,7 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            holder = file.read().decode(errors="replace").strip() or "another process"
+            holder = (file.read(200) or b"").decode(errors="replace").strip() or "another process"
             raise BusyError(
                 f"{folder} is being written by {holder}. Wait until that process has ended, or stop it, and run this "
                 "again. Reading is possible meanwhile."

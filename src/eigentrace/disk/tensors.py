@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from eigentrace.disk.blocks import BLOCK, sums_of
+from eigentrace.disk.bounded import check_regular
+from eigentrace.disk.tensor_file import CHECKSUMS, verify_tensors
 from eigentrace.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -41,11 +44,23 @@ _KINDS = {
 }
 
 
-def write_tensors(tensors: Mapping[str, "Tensor"], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(
+    tensors: Mapping[str, "Tensor"],
+    path: Path,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    checksums: bool = False,
+) -> None:
     """Write a safetensors file, tensor by tensor.
 
     `safetensors.torch.save_file` writes to a hidden file first, which remains if the process is killed, and makes the
     result readable only by its owner.
+
+    Args:
+        tensors: The tensors by name.
+        path: The file.
+        metadata: Texts to store in the header.
+        checksums: Add a tensor with the checksums of all blocks of 64 KiB before it.
     """
     import torch
 
@@ -60,24 +75,47 @@ def write_tensors(tensors: Mapping[str, "Tensor"], path: Path, metadata: Mapping
         start, end = end, end + tensors[name].nbytes
         kind = _KINDS[str(tensors[name].dtype)]
         header[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-(_LENGTH + len(text)) % ALIGNED)
-    with path.open("wb") as file:
+    text = _with_checksums(header, end) if checksums else _header_text(header)
+    with path.open("w+b") as file:
         file.write(len(text).to_bytes(_LENGTH, "little") + text)
         for name in order:
             file.write(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        if checksums:
+            file.write(sums_of(file).tobytes())
+
+
+def _header_text(header: Mapping[str, Any]) -> bytes:
+    text = json.dumps(header).encode()
+    return text + b" " * (-(_LENGTH + len(text)) % ALIGNED)
+
+
+def _with_checksums(header: Mapping[str, Any], end: int) -> bytes:
+    """Return the header with a tensor for the checksums of all bytes before it, whose size depends on the header's."""
+    text, blocks = b"", -1
+    while blocks != -(-(_LENGTH + len(text) + end) // BLOCK):
+        blocks = -(-(_LENGTH + len(text) + end) // BLOCK)
+        place = {"dtype": "U8", "shape": [_WIDEST * blocks], "data_offsets": [end, end + _WIDEST * blocks]}
+        text = _header_text({**header, CHECKSUMS: place})
+    return text
 
 
 def read_tensors(path: Path) -> dict[str, "Tensor"]:
-    """Read a safetensors file; tensors are aligned in memory, so that results are the same to the bit."""
+    """Read a safetensors file; tensors are aligned in memory, so that results are the same to the bit.
+
+    If the file has checksums of its blocks, they are verified.
+    """
     from safetensors.torch import load_file
 
     try:
+        check_regular(path)
+        verify_tensors(path)
         tensors = load_file(path)
-        return {name: t.clone() if t.data_ptr() % ALIGNED else t for name, t in tensors.items()}
+        return {name: t.clone() if t.data_ptr() % ALIGNED else t for name, t in tensors.items() if name != CHECKSUMS}
     except FileNotFoundError:
         raise MismatchError(f"{path} is missing. Restore it, or create the artifact again.") from None
-    except SafetensorError as error:
+    except (SafetensorError, OSError, ValueError) as error:
+        if isinstance(error, MismatchError):
+            raise
         raise MismatchError(f"{path} is damaged or truncated ({error}). Create it again.") from None
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from eigentrace.disk.manifest import read_manifest
 from eigentrace.disk.tensors import read_tensors
-from eigentrace.errors import InputError, MismatchError
+from eigentrace.errors import EigentraceError, InputError, MismatchError
 from eigentrace.fits.cut import Cut
 from eigentrace.fits.eigen_fit import EigenFit
 from eigentrace.fits.ensemble import ENSEMBLE, Ensemble
@@ -34,7 +34,9 @@ def _load_ensemble(path: Path, task: Task | Sequence[Task]) -> Ensemble:
     manifest = read_manifest(path, ENSEMBLE)
     try:
         count, has_states = int(manifest["members"]), bool(manifest["states"])
-    except (KeyError, TypeError, ValueError) as error:
+    except EigentraceError:
+        raise
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise MismatchError(f"{path} is incomplete or was edited ({error!r}). Save the ensemble again.") from None
     if has_states:
         if not isinstance(task, Task):
@@ -70,7 +72,9 @@ def _load_directions(path: str | Path, task: Any) -> ProjectedFit:
                 "`params`."
             )
         return _assemble(path, manifest, task.pinned(LossFingerprint.read(manifest.get("trial"))))
-    except (KeyError, TypeError) as error:
+    except EigentraceError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise MismatchError(f"{path} is incomplete or was edited ({error!r}). Save the fit again.") from None
 
 

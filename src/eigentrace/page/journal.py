@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from eigentrace.disk.atomic import storage_error, sync
+from eigentrace.disk.bounded import open_regular, parsed
 from eigentrace.disk.lock import locked
 from eigentrace.errors import BusyError, InputError, MismatchError
+from eigentrace.numeric.hashing import hash_text
 from eigentrace.store.folder import Folder
 
 WORDS = ("none", "drop", "keep", "relabel")
@@ -23,6 +25,10 @@ RELABEL = WORDS.index("relabel")
 CLEAR = "clear"
 # A decision on more rows is written as a bit mask over the run.
 _LISTED = 1000
+# The checksum of a line.
+_SUM = "sum"
+# Maximum number of classes, and of bytes of the log and of its lines besides the bit mask.
+_MOST_CLASSES, _MOST_BYTES, _LINE = 1 << 31, 1 << 28, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,34 @@ class Act:
         held = tuple(rows.tolist()) if len(rows) <= _LISTED else _packed(rows, num_rows)
         return Act(datetime.now(UTC).isoformat(timespec="seconds"), decision, held, len(rows), new_label, rule)
 
+    @staticmethod
+    def read(found: dict[str, Any], num_rows: int) -> "Act":
+        """Create an act from a line of the log; raise ValueError or TypeError unless all of it is valid."""
+        act = Act(**found | {"rows": found["rows"] if isinstance(found["rows"], str) else tuple(found["rows"])})
+        if act.decision not in (*WORDS[1:], CLEAR):
+            raise ValueError(f"its decision is {str(act.decision)[:40]!r}")
+        listed = () if isinstance(act.rows, str) else act.rows
+        if not all(type(row) is int and 0 <= row < num_rows for row in listed):
+            raise ValueError(f"its rows are not numbers from 0 to {num_rows - 1}")
+        if type(act.count) is not int or len(act.numbers(num_rows)) != act.count:
+            raise ValueError(f"it does not have as many rows as its count, {act.count}")
+        if act.new_label is not None and not (type(act.new_label) is int and 0 <= act.new_label < _MOST_CLASSES):
+            raise ValueError(f"its new label is {act.new_label}")
+        if not isinstance(act.time, str) or not isinstance(act.reason, str):
+            raise ValueError("its time is not text")
+        return act
+
     def numbers(self, num_rows: int) -> np.ndarray:  # (n,)
         """Return the row numbers of the decision."""
         if not isinstance(self.rows, str):
             return np.array(self.rows, dtype=np.int64)
-        bits = np.frombuffer(zlib.decompress(base64.b64decode(self.rows)), np.uint8)
-        return np.flatnonzero(np.unpackbits(bits, count=num_rows))
+        size = -(-num_rows // 8)
+        unpacking = zlib.decompressobj()
+        # At most the bytes of the mask are decompressed, however many there are.
+        bits = unpacking.decompress(base64.b64decode(self.rows), size + 1)
+        if len(bits) != size or not unpacking.eof:
+            raise ValueError(f"its bit mask does not have {size:,} bytes")
+        return np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), count=num_rows))
 
     @property
     def reason(self) -> str:
@@ -185,9 +213,12 @@ class Journal:
 
     def _write(self, line: dict[str, Any]) -> None:
         """Append one line and flush it to disk; a partial write is truncated again."""
-        data = json.dumps(line).encode() + b"\n"
+        line = json.loads(json.dumps(line))
+        data = json.dumps(line if line == self._header else line | {_SUM: _sum_of(line)}).encode() + b"\n"
+        # A link is not followed: the file that it names may be any file.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
         try:
-            with self.path.open("ab", buffering=0) as file:
+            with os.fdopen(os.open(self.path, flags, 0o666), "ab", buffering=0) as file:
                 end = file.tell()
                 try:
                     if file.write(data) != len(data):
@@ -202,23 +233,29 @@ class Journal:
     def _read(self) -> tuple[list[Act], int]:
         """Return the decisions in effect and the end of the last complete line; a truncated last line is ignored."""
         try:
-            lines = self.path.read_bytes().splitlines(keepends=True)
+            with open_regular(self.path) as file:
+                if os.fstat(file.fileno()).st_size > _MOST_BYTES:
+                    raise MismatchError(
+                        f"{self.path} has more than {_MOST_BYTES:,} bytes. Move it away to start without decisions; it "
+                        "was not changed."
+                    )
+                lines = file.read(_MOST_BYTES).splitlines(keepends=True)
         except FileNotFoundError:
             return [], 0
         acts: list[Act] = []
         end = 0
         for number, line in enumerate(lines):
             try:
-                if not line.endswith(b"\n"):
-                    raise ValueError("it is truncated")
-                self._parse(json.loads(line), number, acts)
-            except (ValueError, LookupError, TypeError, AttributeError, zlib.error) as error:
-                if isinstance(error, MismatchError) or number + 1 < len(lines):
-                    raise MismatchError(
-                        f"Line {number + 1} of {self.path} is damaged or of another run ({error}). Restore the file, "
-                        "or move it away to start without decisions; it was not changed."
-                    ) from None
-                break
+                if number + 1 == len(lines) and not _is_json(line):
+                    break
+                if len(line) > _LINE + self.num_rows // 4:
+                    raise ValueError(f"it has {len(line):,} bytes")
+                self._parse(parsed(line.decode(), self.path), number, acts)
+            except (ValueError, LookupError, TypeError, AttributeError, OverflowError, zlib.error) as error:
+                raise MismatchError(
+                    f"Line {number + 1} of {self.path} is damaged or of another run ({error}). Restore the file, "
+                    "or move it away to start without decisions; it was not changed."
+                ) from None
             end += len(line)
         return acts, end
 
@@ -227,15 +264,15 @@ class Journal:
         if number == 0:
             if found != self._header:
                 raise MismatchError(f"its header is {json.dumps(found)[:200]}")
-        elif found.get("undo"):
+            return
+        # Lines of earlier versions have no checksum.
+        recorded = found.pop(_SUM, None)
+        if recorded not in (None, _sum_of(found)):
+            raise ValueError("its checksum differs")
+        if found.get("undo"):
             acts.pop()
         else:
-            rows = found.pop("rows")
-            act = Act(rows=rows if isinstance(rows, str) else tuple(map(int, rows)), **found)
-            numbers = act.numbers(self.num_rows)
-            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.num_rows:
-                raise ValueError(f"its rows are {numbers.min()} to {numbers.max()}, not 0 to {self.num_rows - 1}")
-            acts.append(act)
+            acts.append(Act.read(found, self.num_rows))
 
     def _reset(self) -> None:
         self._codes = np.zeros(self.num_rows, dtype=np.int8)
@@ -253,6 +290,19 @@ class Journal:
         self._codes[rows] = 0 if act.decision == CLEAR else WORDS.index(act.decision)
         self._version += 1
         self._labels[rows] = -1 if act.new_label is None else act.new_label
+
+
+def _is_json(line: bytes) -> bool:
+    """Return whether a line was written whole."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return line.endswith(b"\n")
+
+
+def _sum_of(line: dict[str, Any]) -> str:
+    return hash_text(json.dumps(line, sort_keys=True))[:16]
 
 
 def _packed(rows: np.ndarray, num_rows: int) -> str:

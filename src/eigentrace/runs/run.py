@@ -172,6 +172,7 @@ class Run:
                 f"{self.manifest['method']['name']} saves no fit, so the run at {self.path} has none to load. Fit "
                 "again and call eigentrace.score(fitted, data, path), which returns the run with fit and data."
             )
+        self.folder.check_fit()
         return load(self.folder.fit, task)
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eigentrace.disk.bounded import check_regular
 from eigentrace.disk.lock import locked
-from eigentrace.errors import EigentraceError, MismatchError
+from eigentrace.errors import EigentraceError, MismatchError, UnsupportedError
 from eigentrace.numeric.hashing import hash_file
+from eigentrace.settings import counted
 from eigentrace.store import Folder, Shard
 from eigentrace.store.shards import fault_of, gaps, recovered
 
@@ -40,6 +42,10 @@ class Health:
     def is_good(self) -> bool:
         """Return whether there are no faults and no missing rows."""
         return not self.faults and not self.num_missing
+
+    def __repr__(self) -> str:
+        found = f"{counted(len(self.faults), 'fault')}, {self.num_missing:,} of {counted(self.num_rows, 'row')} missing"
+        return f"<Health: {found}>"
 
     def __str__(self) -> str:
         missing = f"{self.num_missing:,} of {self.num_rows:,} rows are missing" if self.num_missing else ""
@@ -78,6 +84,8 @@ def _look(folder: Folder) -> tuple[tuple[Shard, ...], list[Fault]]:
     faults: list[Fault] = []
     try:
         recorded = folder.record.read()
+    except UnsupportedError:  # of another version: intact, as far as this version can tell
+        raise
     except EigentraceError:
         recorded = ()
         what = "is damaged" if folder.record.path.exists() else "is missing"
@@ -117,15 +125,16 @@ def _overlaps(shard: Shard, others: list[Shard]) -> bool:
 
 def _lasting(folder: Folder) -> Iterator[Fault]:
     """Yield a fault for each file whose checksum differs from the one in the manifest."""
-    for name, expected in folder.manifest.get("files", {}).items():
+    for name, expected in folder.recorded.items():
         file = folder.path / name
         fix = "Restore it from a copy." if file == folder.columns_file else "Restore it, or fit into a new directory."
         try:
+            check_regular(file)
             if hash_file(file) != expected:
                 yield Fault(file, "has changed since it was written (its checksum differs)", fix)
         except FileNotFoundError:
             yield Fault(file, "is missing", fix)
-        except OSError as error:
+        except (MismatchError, OSError) as error:
             yield Fault(file, f"cannot be read ({error})", fix)
 
 
@@ -136,16 +145,17 @@ def _table(folder: Folder, is_complete: bool) -> Iterator[Fault]:
             yield Fault(file, "is missing", fix)
         return
     try:
+        check_regular(file)
         with pq.ParquetFile(file, page_checksum_verification=True) as table:
             for number in range(table.num_row_groups):
                 table.read_row_group(number)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         yield Fault(file, f"cannot be read ({error})", fix)
 
 
 def _repair(folder: Folder, good: tuple[Shard, ...], faults: list[Fault]) -> None:
     kept = {shard.name for shard in good}
-    if folder.record.path.exists() and any(fault.path == folder.record.path for fault in faults):
+    if folder.record.path.is_file() and any(fault.path == folder.record.path for fault in faults):
         shutil.copy2(folder.record.path, _aside(folder, folder.record.path))
     if faults:
         folder.record.write(good)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors import SafetensorError, safe_open
 
-from eigentrace.errors import InputError, StorageError, UnsupportedError
+from eigentrace.disk.bounded import check_regular
+from eigentrace.errors import InputError, MismatchError, StorageError, UnsupportedError
 from eigentrace.fits.cut import Cut, delta_of
 from eigentrace.fits.file_names import EIGENPAIRS
 from eigentrace.store.columns import DIGEST, EXPONENTS, FEATURES, ID, ScoredColumn, named, of_tensors
 from eigentrace.store.folder import Folder
-from eigentrace.store.shards import CHECK_ADVICE, Shard, gaps, names_in, read_column, read_rows, unhalved
+from eigentrace.store.shards import CHECK_ADVICE, Shard, gaps, unhalved
 from eigentrace.store.user_columns import Names
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 Rows = range | np.ndarray
 
+# Rows without scores that columns of an incomplete run may have, and as a multiple of those with scores: a manifest can
+# name any number of rows, and a column has a value for each.
+_MISSING, _TIMES_MISSING = 1 << 24, 9
 # Maximum size of a chunk of features, in bytes and in rows.
 _CHUNK_BYTES, _CHUNK_ROWS = 2**25, 65_536
 
@@ -75,7 +78,13 @@ class RunReader:
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """The shards listed in `shards.json`, in row order."""
-        return self.folder.record.read()
+        found = self.folder.record.read()
+        if found and found[-1].stop > self.num_rows:
+            raise MismatchError(
+                f"{self.folder.record.path} lists rows up to {found[-1].stop}, but the run has {self.num_rows} rows. "
+                "Restore shards.json or manifest.json: one of them is of another run, or damaged."
+            )
+        return found
 
     @cached_property
     def num_missing(self) -> int:
@@ -105,7 +114,7 @@ class RunReader:
 
     @cached_property
     def _tensors(self) -> tuple[str, ...]:
-        return names_in(self.folder.record.file(self.shards[0])) if self.shards else ()
+        return self.folder.record.names(self.shards[0]) if self.shards else ()
 
     @cached_property
     def user_columns(self) -> tuple[str, ...]:
@@ -114,17 +123,13 @@ class RunReader:
 
     @cached_property
     def _given(self) -> tuple[str, ...]:
-        return tuple(pq.read_schema(self.folder.columns_file).names) if self.folder.columns_file.exists() else ()
+        given = self.folder.user_columns
+        return () if given is None else given.names
 
     def user_table(self) -> pa.Table:
-        """Return the user's columns, including the ids, memory-mapped."""
-        file = self.folder.columns_file
-        if not file.exists():
-            return pa.table({})
-        try:
-            return pq.read_table(file, memory_map=True)
-        except (pa.ArrowException, OSError) as error:
-            raise StorageError(f"{file} cannot be read ({error}). {CHECK_ADVICE}") from None
+        """Return the user's columns, including the ids."""
+        given = self.folder.user_columns
+        return pa.table({}) if given is None else given.table()
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -144,8 +149,13 @@ class RunReader:
             raise InputError(f"The run has no column {name!r}. Its columns are {', '.join(self.columns)}.")
         if not partial:
             self.check_complete()
+        elif self.num_missing > max(_MISSING, _TIMES_MISSING * (self.num_rows - self.num_missing)):
+            raise InputError(
+                f"The run at {self.path} has scores of only {self.num_rows - self.num_missing:,} of {self.num_rows:,} "
+                "examples. Resume it with the call or command that created it."
+            )
         if column is None:
-            held = Names(self.folder.columns_file, name)
+            held = self._user_column(name)
             return held.whole() if rows is None else held.of(np.asarray(rows))
         return column.read(self._read(column.stored_as, rows, column.missing))
 
@@ -157,19 +167,26 @@ class RunReader:
     @cached_property
     def has_digests(self) -> bool:
         """Return whether all scored examples have a digest."""
-        return all(DIGEST in names_in(self.folder.record.file(shard)) for shard in self.shards)
+        return all(DIGEST in self.folder.record.names(shard) for shard in self.shards)
 
     @cached_property
     def ids(self) -> Names | None:
         """The ids of the examples, read from disk on access; None if the data has no ids."""
-        return Names(self.folder.columns_file, ID) if ID in self._given else None
+        return self._user_column(ID) if ID in self._given else None
+
+    def _user_column(self, name: str) -> Names:
+        given = self.folder.user_columns
+        if given is None:
+            raise StorageError(f"{self.folder.columns_file} is missing. {CHECK_ADVICE}")
+        return Names(given, name)
 
     def table(self) -> pa.Table:
         """Return all columns, including the user's, with one row per example."""
         self.check_complete()
         try:
+            check_regular(self.folder.table_file)
             return pq.read_table(self.folder.table_file, page_checksum_verification=True)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             raise StorageError(
                 f"{self.folder.table_file} cannot be read ({error}). If it is damaged, `eigentrace check RUN --repair` "
                 "sets it aside, and the command that scored the run rewrites it."
@@ -195,10 +212,7 @@ class RunReader:
         for shard in self.shards:
             low, high = max(rows.start, shard.start), min(rows.stop, shard.stop)
             if low < high:
-                file = self.folder.record.file(shard)
-                part = read_column(file, tensor, low - shard.start, high - shard.start)
-                if len(part) != high - low:
-                    raise StorageError(f"{file} contains fewer rows than listed in shards.json. {CHECK_ADVICE}")
+                part = self.folder.record.column(shard, tensor, low - shard.start, high - shard.start)
                 yield slice(low - rows.start, high - rows.start), part
 
     def _picked(self, tensor: str, rows: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
@@ -206,7 +220,7 @@ class RunReader:
         home = np.searchsorted([shard.start for shard in self.shards], rows, side="right") - 1
         for number in np.unique(home).tolist():
             shard, here = self.shards[number], np.nonzero(home == number)
-            yield here, read_rows(self.folder.record.file(shard), tensor, rows[here] - shard.start)
+            yield here, self.folder.record.rows(shard, tensor, rows[here] - shard.start)
 
     def _check_rows(self, rows: np.ndarray) -> None:
         outside = rows[(rows < 0) | (rows >= self.num_rows)]
@@ -255,6 +269,11 @@ class RunReader:
 
     def _unscaled(self, rows: Rows) -> np.ndarray:  # (n, K)
         found = self._read(FEATURES, rows)
+        if found.shape[-1] != self.num_features:
+            raise StorageError(
+                f"The shards of {self.path} have {found.shape[-1]} features, expected {self.num_features}. "
+                f"{CHECK_ADVICE}"
+            )
         return unhalved(found, self._read(EXPONENTS, rows)) if EXPONENTS in self._tensors else found
 
     # The fit.
@@ -262,23 +281,24 @@ class RunReader:
     @cached_property
     def eigenvalues(self) -> np.ndarray:  # (M,)
         """Eigenvalues of the curvature, largest absolute value first; empty if the method computes none."""
-        path = self.folder.fit / EIGENPAIRS
-        if not path.exists():
+        file = self.folder.listed(self.folder.fit / EIGENPAIRS)
+        if file is None:
             return np.empty(0)
-        try:
-            with safe_open(path, "np") as file:
-                found = np.asarray(file.get_tensor("eigenvalues"), dtype=np.float64)
-        except SafetensorError as error:
-            raise InputError(
-                f"{path} cannot be read ({error}). Run `eigentrace check` to find damaged files."
-            ) from None
+        found = np.asarray(file.read("eigenvalues"), dtype=np.float64)
         return found[np.argsort(-np.abs(found), kind="stable")]
 
     @property
     def delta(self) -> float | None:
         """δ, the number that replaces the eigenvalues of the tail; None without a tail."""
         cut = self.manifest["method"].get("cut")
-        return delta_of(Cut(**cut), np.abs(self.eigenvalues).tolist()) if cut and len(self.eigenvalues) else None
+        if not cut or not len(self.eigenvalues):
+            return None
+        try:
+            return delta_of(Cut(**cut), np.abs(self.eigenvalues).tolist())
+        except (TypeError, ValueError) as error:
+            raise MismatchError(
+                f"{self.folder.manifest_file} has a cut {cut} that cannot be used ({error}). Restore it."
+            ) from None
 
     @property
     def reliability(self) -> float | None:

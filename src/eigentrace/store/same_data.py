@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from eigentrace.data import Data
@@ -15,7 +14,7 @@ from eigentrace.fits.fitted import Fitted
 from eigentrace.projection.engine import Compute
 from eigentrace.store import Folder
 from eigentrace.store.columns import DIGEST, ID
-from eigentrace.store.shards import gaps, names_in, read_column, read_rows
+from eigentrace.store.shards import gaps
 from eigentrace.store.user_columns import as_columns, first_difference
 from eigentrace.task.identity import another_loss
 from eigentrace.task.task import Task
@@ -41,9 +40,8 @@ def difference(folder: Folder, data: Data, task: Task | None) -> str | None:
 
 def stored_ids(folder: Folder) -> pa.ChunkedArray | None:
     """Return the ids stored in a run, or None."""
-    if not folder.columns_file.exists() or ID not in pq.read_schema(folder.columns_file).names:
-        return None
-    return pq.read_table(folder.columns_file, columns=[ID]).column(0)
+    given = folder.user_columns
+    return None if given is None or ID not in given.names else given.table([ID]).column(0)
 
 
 def id_difference(held: pa.ChunkedArray, ids: Any) -> str | None:
@@ -58,10 +56,9 @@ def id_difference(held: pa.ChunkedArray, ids: Any) -> str | None:
 def label_difference(folder: Folder, labels: np.ndarray) -> str | None:  # (N,)
     """Describe the first scored row whose label differs from the run's; None if all are equal."""
     for shard in folder.record.read():
-        file = folder.record.file(shard)
-        if "label" not in names_in(file):
+        if "label" not in folder.record.names(shard):
             return None
-        held, here = read_column(file, "label"), labels[shard.start : shard.stop]
+        held, here = folder.record.column(shard, "label"), labels[shard.start : shard.stop]
         differs = held[: len(here)] != here
         if differs.any():
             at = int(differs.argmax())
@@ -98,10 +95,9 @@ def _sample_difference(folder: Folder, data: Data) -> str | None:
     rows, known = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
     for shard in folder.record.read():
         here = wanted[(wanted >= shard.start) & (wanted < shard.stop)]
-        file = folder.record.file(shard)
-        if len(here) and DIGEST in names_in(file):
+        if len(here) and DIGEST in folder.record.names(shard):
             rows.append(here)
-            known.append(read_rows(file, DIGEST, here - shard.start).view(np.uint64))
+            known.append(folder.record.rows(shard, DIGEST, here - shard.start).view(np.uint64))
     expected, start = np.concatenate(known), 0
     for batch in data.batches(np.concatenate(rows), digests=True) if len(expected) else ():
         if batch.digests is None:
@@ -119,17 +115,17 @@ def check_loss(folder: Folder, fitted: Fitted, data: Data) -> None:
     Examples that have changed since are skipped here; they are reported when they are read.
     """
     shard = next(iter(folder.record.read()), None)
-    if shard is None or shard.start > 0 or "loss" not in names_in(folder.record.file(shard)):
+    if shard is None or shard.start > 0 or "loss" not in folder.record.names(shard):
         return
-    file, task = folder.record.file(shard), fitted.task
+    record, task = folder.record, fitted.task
     reading = data.batches(range(min(_EVALUATED, shard.stop)), digests=True)
     batch = next(reading)
     reading.close()  # type: ignore[attr-defined]
     with task.session():
         here = task.losses(task.params, task.place(batch.values)).double().cpu()
-    held = torch.from_numpy(read_rows(file, "loss", batch.rows)).double()
-    if batch.digests is not None and DIGEST in names_in(file):
-        held[torch.from_numpy(batch.digests != read_rows(file, DIGEST, batch.rows).view(np.uint64))] = torch.nan
+    held = torch.from_numpy(record.rows(shard, "loss", batch.rows)).double()
+    if batch.digests is not None and DIGEST in record.names(shard):
+        held[torch.from_numpy(batch.digests != record.rows(shard, DIGEST, batch.rows).view(np.uint64))] = torch.nan
     at = another_loss(held, here)
     if at is not None:
         raise MismatchError(
@@ -147,7 +143,7 @@ def check_scores(folder: Folder, fitted: Fitted, data: Data, compute: Compute) -
     if shard is None or not data.is_seekable:
         return
     rows = range(shard.start, min(shard.start + _EVALUATED, shard.stop))
-    held = torch.from_numpy(read_column(folder.record.file(shard), "self_influence", 0, len(rows))).double()
+    held = torch.from_numpy(folder.record.column(shard, "self_influence", 0, len(rows))).double()
     here = fitted.scores_of_rows(data, rows, compute).double().cpu()
     tol = _SAME_SCORE_BF16 if compute.precision == "bf16" else _SAME_SCORE
     gaps = (here - held).abs().nan_to_num()
@@ -166,10 +162,9 @@ def comparing(folder: Folder, data: Data) -> Data:
     @cache
     def known() -> np.ndarray | None:
         shards = folder.record.read()
-        files = [folder.record.file(shard) for shard in shards]
-        if any(gaps(shards, len(data))) or not all(DIGEST in names_in(file) for file in files):
+        if any(gaps(shards, len(data))) or not all(DIGEST in folder.record.names(shard) for shard in shards):
             return None
-        return np.concatenate([read_column(file, DIGEST) for file in files]).view(np.uint64)
+        return np.concatenate([folder.record.column(shard, DIGEST) for shard in shards]).view(np.uint64)
 
     def refusal(row: int) -> MismatchError:
         return MismatchError(

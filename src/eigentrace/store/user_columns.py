@@ -1,6 +1,9 @@
 """User columns: combine ids and columns into one table, compare tables, and read single items from Parquet."""
 
-from collections.abc import Mapping, Sequence
+import os
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from eigentrace.errors import InputError
+from eigentrace.disk.blocks import Blocks, VerifiedFile, damaged, sums_of, verify_whole
+from eigentrace.disk.bounded import open_regular
+from eigentrace.errors import EigentraceError, InputError, StorageError
 from eigentrace.store.columns import ID, TAKEN
 
 
@@ -107,25 +112,100 @@ def _decoded(values: pa.ChunkedArray) -> pa.ChunkedArray:
 _GROUPS_AT_ONCE = 64
 
 
+class ColumnsFile:
+    """The Parquet file of a run's ids and user columns; what is read of it is verified.
+
+    Args:
+        path: The file.
+        rows: The number of rows that it must have, if known.
+        sums: The checksums of its blocks, as `checksums_of` returns them, if recorded.
+        sha256: The checksum of the whole file, which is verified on first use if the blocks have none.
+    """
+
+    def __init__(self, path: Path, rows: int | None = None, sums: Any = None, sha256: str | None = None) -> None:
+        self.path, self._rows, self._sums, self._sha256 = path, rows, sums, sha256
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        with self.reading():
+            return tuple(self.file.schema_arrow.names)
+
+    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return all columns, or the given ones."""
+        with self.reading():
+            found = self.file.read(None if columns is None else list(columns))
+            found.validate(full=True)
+            return found
+
+    def batches(self, rows: int) -> Iterator[pa.RecordBatch]:
+        """Yield the rows in order, at most `rows` at a time."""
+        with self.reading():
+            yield from self.file.iter_batches(batch_size=rows)
+
+    @cached_property
+    def file(self) -> pq.ParquetFile:
+        """The open file; use it within `reading`."""
+        with open_regular(self.path) as file:
+            if self._sums is None:
+                if self._sha256 is not None:
+                    verify_whole(self.path, file, self._sha256, ADVICE)
+                found = pq.ParquetFile(self.path)
+            else:
+                sums = np.frombuffer(b64decode(self._sums, validate=True), np.uint64)
+                blocks = Blocks(self.path, sums, os.fstat(file.fileno()).st_size, ADVICE)
+                found = pq.ParquetFile(VerifiedFile(self.path, blocks))
+        if self._rows not in (None, found.metadata.num_rows):
+            raise damaged(self.path, f"it has {found.metadata.num_rows:,} rows, expected {self._rows:,}", ADVICE)
+        return found
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Raise StorageError for whatever pyarrow raises on a damaged file."""
+        try:
+            yield
+        except EigentraceError:
+            raise
+        except FileNotFoundError:
+            raise StorageError(f"{self.path} is missing. {ADVICE}") from None
+        except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+            raise damaged(self.path, f"it cannot be read ({error})", ADVICE) from None
+
+
+ADVICE = "Restore it from a copy: the ids and columns of a run cannot be computed again. `eigentrace check RUN` lists "
+ADVICE += "all damaged files."
+
+
+def checksums_of(path: Path) -> str:
+    """Return the checksums of a file's blocks as text, for a manifest."""
+    with open_regular(path) as file:
+        return b64encode(sums_of(file).tobytes()).decode("ascii")
+
+
 class Names:
     """One column of a Parquet file, whose items can be read without the rest of the file."""
 
-    def __init__(self, path: Path, column: str) -> None:
-        self.path, self.column = path, column
+    def __init__(self, held: ColumnsFile, column: str) -> None:
+        self.held, self.column = held, column
 
     def whole(self) -> np.ndarray:  # (N,)
         """Return all items."""
-        return pq.read_table(self.path, columns=[self.column]).column(0).to_numpy()
+        with self.held.reading():
+            return self.held.table([self.column]).column(0).to_numpy()
 
     def of(self, rows: np.ndarray) -> np.ndarray:  # (...) -> (...)
         """Return the items of the given rows, in any order and shape; None for row -1."""
+        with self.held.reading():
+            return self._of(rows)
+
+    def _of(self, rows: np.ndarray) -> np.ndarray:
         flat = rows.reshape(-1)
         wanted = np.unique(flat[flat >= 0])
         group = np.searchsorted(self._ends, wanted, side="right")
-        parts = [pa.array([], self._file.schema_arrow.field(self.column).type).to_numpy(zero_copy_only=False)]
+        parts = [pa.array([], self.held.file.schema_arrow.field(self.column).type).to_numpy(zero_copy_only=False)]
         groups = np.unique(group)
         for some in np.split(groups, range(_GROUPS_AT_ONCE, len(groups), _GROUPS_AT_ONCE)) if len(groups) else ():
-            read = self._file.read_row_groups(some.tolist(), columns=[self.column]).column(0)
+            read = self.held.file.read_row_groups(some.tolist(), columns=[self.column]).column(0)
             here = wanted[np.isin(group, some)]
             ends = np.cumsum(self._sizes[some])
             at = np.searchsorted(some, np.searchsorted(self._ends, here, side="right"))
@@ -138,12 +218,8 @@ class Names:
         return result.reshape(rows.shape)
 
     @cached_property
-    def _file(self) -> pq.ParquetFile:
-        return pq.ParquetFile(self.path)
-
-    @cached_property
     def _sizes(self) -> np.ndarray:
-        metadata = self._file.metadata
+        metadata = self.held.file.metadata
         return np.array([metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)], np.int64)
 
     @cached_property

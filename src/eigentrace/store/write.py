@@ -284,12 +284,12 @@ class _Pieces:
     """The user's columns, read in consecutive pieces of given sizes with little more than one piece in memory."""
 
     def __init__(self, folder: Folder) -> None:
-        self.file = pq.ParquetFile(folder.columns_file) if folder.columns_file.exists() else None
-        self.batches = iter(()) if self.file is None else self.file.iter_batches(batch_size=_GROUP_ROWS)
+        given = folder.user_columns
+        self.batches = None if given is None else given.batches(_GROUP_ROWS)
         self.held: list[pa.RecordBatch] = []
 
     def take(self, rows: int) -> dict[str, Any]:
-        if self.file is None:
+        if self.batches is None:
             return {}
         while sum(batch.num_rows for batch in self.held) < rows:
             self.held.append(next(self.batches))
