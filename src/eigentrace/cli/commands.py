@@ -54,7 +54,7 @@ def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], trust
         request.write(path, how)
         sweep(folder.path)
         if inputs is not None and not folder.fit.exists():
-            _note(f"{counted(len(inputs.data), 'training example')}; {inputs.task.coverage}")
+            _note(f"{counted(len(inputs.data), 'example')}; {inputs.task.coverage}")
             fitted = _fitted(method, inputs, folder)
             if fitted.can.save:
                 fitted.save(folder.fit)
