@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from eigentrace.curvature.operator import Curvature, working_form
 from eigentrace.curvature.products import output_product
-from eigentrace.data.batch import to_double
 from eigentrace.errors import (
     DeterminismError,
     NumericalError,
@@ -29,10 +28,9 @@ _FINITE_DIFFERENCE_TOL = 0.1
 
 _FINITE_DIFFERENCE_STEPS = (1e-2, 1e-3, 1e-4)
 
-# Relative error above which products are reported as wrong; rounding in a sound float32 model stays well below.
+# Relative error above which products are reported as wrong; rounding in a float32 model that is not saturated is far
+# below.
 _WRONG = 0.05
-# Outputs of a batch up to this many numbers are also evaluated in float64, which takes eight bytes for each.
-_MAX_DOUBLED = 2**24
 
 
 def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvature:
@@ -93,59 +91,65 @@ def _off_padding(task: Task, v: Tensor) -> Tensor:  # (P,) -> (P,)
 
 
 def _warn_unless_symmetric(curvature: Curvature, one: float, other: float, tol: float) -> None:
-    """Warn unless ⟨v, Hu⟩ equals ⟨u, Hv⟩, or if a saturated loss makes both of them wrong.
-
-    They differ if forward and reverse derivative rules disagree.
-    """
+    """Warn unless ⟨v, Hu⟩ equals ⟨u, Hv⟩; they differ if derivative rules disagree or the loss is saturated."""
     # Rounding in ⟨v, Hu⟩ is relative to ‖Hu‖, which for a random v is larger by up to the square root of P.
     differ = abs(one - other) > max(50 * tol, _WRONG) * max(abs(one), abs(other))
-    # A saturated loss hides behind the other terms of a Hessian, which are not small: ask only if something is wrong.
-    error = _saturation(curvature) if differ or curvature.kind == "gauss-newton" else 0.0
+    # In a Hessian, other terms hide those of a saturated loss. Gauss-Newton products have no others.
+    error = _asymmetry_of_loss(curvature) if differ or curvature.kind == "gauss-newton" else 0.0
     if error > _WRONG:
+        dtype = str(curvature.task.layout.dtype).removeprefix("torch.")
+        remedy = "Fit task.double(), which computes in float64, or an" if dtype != "float64" else "Fit an"
         warnings.warn(
-            f"The loss is saturated: in float32, products with its second derivatives in the outputs are off by "
-            f"{error:.0%}, because probabilities round to exactly 0 or 1. Eigenvalues and scores are as wrong. Fit "
-            "with task.double(), which computes in float64, or at an earlier checkpoint.",
+            f"The second derivatives of the loss in the model's outputs are off by about {error:.0%} in {dtype}, and "
+            "so are eigenvalues and scores. This happens if the loss is saturated: probabilities round to exactly 0 or "
+            f"1. {remedy} earlier checkpoint. If the outputs are not that large, a custom operation of the loss has "
+            "inconsistent derivative rules.",
             PrecisionWarning,
             stacklevel=4,
         )
     elif differ:
         warnings.warn(
             f"The curvature is not symmetric (⟨v, Hu⟩ = {one:.4g}, ⟨u, Hv⟩ = {other:.4g}): some operation of the model "
-            "has inconsistent derivative rules, or loses its digits (probabilities next to 0 or 1). Scores may depend "
-            "on the engine; replace custom or unusual operations, or fit with task.double().",
+            "has inconsistent derivative rules. Scores may depend on the engine; replace custom or unusual operations.",
             PrecisionWarning,
             stacklevel=4,
         )
 
 
-def _saturation(curvature: Curvature) -> float:
-    """Return the relative error of float32 in second derivatives of the loss in the outputs; 0 if it is not known.
+def _asymmetry_of_loss(curvature: Curvature) -> float:
+    """Return by how much the Hessian of the loss in the outputs deviates from a symmetric one; 0 if it is unknown.
 
-    Compared with float64 at the same outputs, on batch after batch until the error is small: batches of well-fitted
-    examples do not matter if others have more curvature.
+    Where softmax rounds to exactly 1, the product of that class is lost, and those of the others are not. Batches are
+    added up until the deviation is small: saturated ones do not matter if others have more curvature.
     """
-    task = curvature.task
-    if not task.has_outputs or task.layout.dtype != torch.float32:
-        return 0.0
-    wrong, size, error = 0.0, 0.0, 0.0
-    batches = curvature.batches()
+    gaps, sizes = 0.0, 0.0
+    batches = curvature.batches() if curvature.task.has_outputs else iter(())
     for batch in batches:
-        outputs = task.outputs(task.params, batch)
-        if not isinstance(outputs, Tensor) or outputs.dtype != torch.float32 or outputs.numel() > _MAX_DOUBLED:
+        outputs = curvature.task.outputs(curvature.task.params, batch)
+        if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
             return 0.0
-        draw = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(outputs.device)
         try:
-            exact = output_product(task, outputs.double(), draw.double(), to_double(batch))
-        except LACKING:  # a loss that only runs in float32
+            one, other = _products_both_ways(curvature.task, outputs, batch)
+        except LACKING:  # a loss that supports forward mode only
             return 0.0
-        wrong += float((output_product(task, outputs, draw, batch).double() - exact).square().sum())
-        size += float(exact.square().sum())
-        error = (wrong / size) ** 0.5 if size else 0.0
-        if error <= _WRONG:
+        gaps += float((one - other).abs().sum())
+        sizes += float(torch.maximum(one.abs(), other.abs()).sum())
+        if gaps <= _WRONG * sizes:
             break
-    batches.close()  # type: ignore[attr-defined]
-    return error
+    return gaps / sizes if sizes else 0.0
+
+
+def _products_both_ways(task: Task, outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor]:  # (B,), (B,)
+    """Return ⟨a, Sb⟩ and ⟨b, Sa⟩ of each example, for the Hessian S of its loss in the outputs and random a, b."""
+    # Drawn on the device: the outputs of a language model have many numbers.
+    generator = torch.Generator(outputs.device).manual_seed(0)
+    a, b = torch.randn((2, *outputs.shape), generator=generator, dtype=outputs.dtype, device=outputs.device)
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        found = left * output_product(task, outputs, right, batch)
+        return found.reshape(len(found), -1).sum(dim=1, dtype=torch.float64)
+
+    return product(a, b), product(b, a)
 
 
 def _warn_unless_difference(task: Task, v: Tensor, exact: Tensor, batch: Any) -> None:

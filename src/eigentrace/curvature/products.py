@@ -75,11 +75,18 @@ def gauss_newton_dual(task: Task, values: Values, tangents: Values, batch: Any) 
         with dual_level():
             found = _tensor(task.outputs(_duals(leaves, tangents), batch))
             outputs, pushed = unpack_dual(found).primal, _tangent(found)
-        # Two backward passes through the loss: forward mode of cross-entropy would first load a compiler, for seconds.
+        return backward(outputs, leaves, grad_outputs=output_product(task, outputs, pushed, batch))
+
+
+def output_product(task: Task, outputs: Tensor, pushed: Tensor, batch: Any) -> Tensor:
+    """Return S·u, where S is the Hessian of the summed loss of a batch in its outputs.
+
+    Two backward passes: forward mode of cross-entropy would first load a compiler, for seconds.
+    """
+    with torch.enable_grad():
         ends = {"outputs": outputs.detach().requires_grad_()}
         first = backward(task.output_losses(ends["outputs"], batch).sum(), ends, create_graph=True)
-        back = backward(_dot(first, {"outputs": pushed}), ends)["outputs"]
-        return backward(outputs, leaves, grad_outputs=back)
+        return backward(_dot(first, {"outputs": pushed}), ends)["outputs"]
 
 
 def gauss_newton_forward(task: Task, values: Values, tangents: Values, batch: Any) -> dict[str, Tensor]:

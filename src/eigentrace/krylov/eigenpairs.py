@@ -74,7 +74,8 @@ def top_eigenpairs(krylov: Krylov, keep: int) -> Eigenpairs:
         raise NumericalError(
             "The curvature is zero to working precision: the model fits every example of the sample exactly, or the "
             "loss is linear in the selected parameters, or all labels are ignored (all of them -100, or texts of one "
-            "token). Check the labels, use more examples, or use a gradient method such as TracIn."
+            "token). Check the labels, use more examples, fit task.double() if probabilities round to exactly 0 or 1, "
+            "or use a gradient method such as TracIn."
         )
     vectors = krylov.vectors
     vectors.mix(_orthonormal(S[:, :count].T, vectors.gram(krylov.size)))
