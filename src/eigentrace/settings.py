@@ -74,7 +74,7 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing if number == 1 else several}"
 
 
-def short(value: Any) -> str:
-    """Format a value for a message, truncated to 60 characters."""
+def short(value: Any, longest: int = _LONGEST) -> str:
+    """Format a value for a message, truncated to 60 characters or another number."""
     text = " ".join(str(value).split())
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

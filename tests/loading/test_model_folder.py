@@ -373,3 +373,29 @@ def test_a_folder_without_settings_of_images(home, tmp_path):
 
 def test_torchvision_is_never_imported():
     assert "torchvision" not in sys.modules
+
+
+@pytest.mark.parametrize(("name", "task", "fitting"), [
+    ("bert", "seq2seq", "text-classification"),
+    ("vit", "causal-lm", "image-classification"),
+    ("marian", "text-classification", "seq2seq"),
+])  # fmt: skip
+def test_a_model_of_another_task_is_refused_in_a_few_lines(name, task, fitting, home):
+    with refused(InputError, home / name, task, f"'{name}'", f"task='{fitting}'") as caught:
+        from_folder(home / name, home / "data.parquet", task)
+    assert len(str(caught.value)) < 300 + len(str(home))
+
+
+def test_an_adapter_is_refused_with_the_name_of_its_base_model(home, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(home / "bert")
+    lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    lora.save_pretrained(tmp_path / "adapter")
+    with refused(InputError, tmp_path / "adapter", repr(str(home / "bert")), "merge_and_unload()"):
+        from_folder(tmp_path / "adapter", home / "data.parquet", "text-classification")
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with refused(InputError, tmp_path / "adapter", "adapter_config.json"):
+        from_folder(tmp_path / "adapter", home / "data.parquet", "text-classification")
+    lora.merge_and_unload().save_pretrained(tmp_path / "merged")
+    transformers.AutoTokenizer.from_pretrained(home / "bert").save_pretrained(tmp_path / "merged")
+    assert len(from_folder(tmp_path / "merged", home / "data.parquet", "text-classification").data) == ROWS

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from eigentrace.errors import InputError, TaskError, UnsupportedError
+from eigentrace.settings import short
 
 TaskName = Literal["text-classification", "image-classification", "seq2seq", "causal-lm"]
 TASKS: tuple[str, ...] = get_args(TaskName)
@@ -18,8 +19,16 @@ _CLASSES = {
     "seq2seq": "AutoModelForSeq2SeqLM",
     "causal-lm": "AutoModelForCausalLM",
 }
+# How the names of the models' classes end, by task.
+_ENDINGS = {
+    "text-classification": ("ForSequenceClassification",),
+    "image-classification": ("ForImageClassification",),
+    "seq2seq": ("ForConditionalGeneration", "MTModel"),
+    "causal-lm": ("ForCausalLM", "LMHeadModel"),
+}
 # Lengths from here on mean no limit: tokenizers without one have a number like 10^30.
 _NO_LIMIT = 10**6
+_ADAPTER = "adapter_config.json"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "spiece*", "sentencepiece*", "*.spm", "*.bpe*", "merges.txt")
 
 
@@ -31,10 +40,26 @@ def check_folder(folder: Path) -> None:
             "downloaded first (`hf download NAME --local-dir FOLDER`)."
         )
     if not (folder / "config.json").is_file():
+        if (folder / _ADAPTER).is_file():
+            raise InputError(
+                f"{folder} contains an adapter ({_ADAPTER}) of the model {_base_model(folder)}, not a whole model. "
+                "Merge both and pass the folder of the result: PeftModel.from_pretrained(base, adapter)"
+                ".merge_and_unload().save_pretrained(folder), with the tokenizer saved there, too. To use the "
+                "parameters of the adapter only, create the task in a function (package.module:function)."
+            )
         raise InputError(
             f"{folder} has no config.json, so it is not a Hugging Face model folder. Pass a folder written by "
             "save_pretrained, or create the task in a function (package.module:function)."
         )
+
+
+def _base_model(folder: Path) -> str:
+    """Return the name of the model that an adapter belongs to, as recorded in its folder."""
+    try:
+        name = json.loads((folder / _ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        name = None
+    return repr(name) if name else "(not recorded)"
 
 
 def stored_class_names(folder: Path) -> tuple[str, ...] | None:
@@ -69,7 +94,7 @@ def load_model(folder: Path, task: str) -> nn.Module:
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"The model in {folder} cannot be loaded for {task}: {error}") from error
+        raise InputError(_load_failure(folder, task, error)) from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise TaskError(
@@ -83,6 +108,32 @@ def load_model(folder: Path, task: str) -> nn.Module:
             "Create the task in a function (package.module:function)."
         )
     return model.float()
+
+
+def _load_failure(folder: Path, task: str, error: Exception) -> str:
+    """Return the message for a model that cannot be loaded, without the names of all classes that could be."""
+    what = f"The model in {folder} cannot be loaded for {task}"
+    kind, classes = _recorded_kind(folder)
+    fitting = [known for known in TASKS if any(name.endswith(_ENDINGS[known]) for name in classes)]
+    if "Unrecognized configuration class" in str(error):
+        saved = f", saved as {', '.join(classes)}" if classes else ""
+        advice = (
+            f"Pass task={' or '.join(map(repr, fitting))}" if fitting else "Pass the folder of a model for this task"
+        )
+        return (
+            f"{what}: it is a model of type {kind!r}{saved}, which transformers has no {_CLASSES[task]} for. {advice}, "
+            "or create the task in a function (package.module:function)."
+        )
+    return f"{what}: {short(str(error), 300)}"
+
+
+def _recorded_kind(folder: Path) -> tuple[str | None, list[str]]:
+    """Return the model type and the names of the model's classes in a folder's config.json."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return found.get("model_type"), [str(name) for name in found.get("architectures") or []]
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None, []
 
 
 def load_tokenizer(folder: Path, model: nn.Module) -> Any:
