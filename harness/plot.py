@@ -159,7 +159,7 @@ def _draw_spread(axes: "Axes", curve: Curve, colour: str) -> None:
 
 def _plain_ticks(axes: "Axes", places: Sequence[float], curves: Sequence[Curve]) -> None:
     """Label logarithmic axes with plain numbers: horizontally at the data points, vertically at round values."""
-    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+    from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
     if places:
         axes.xaxis.set_major_locator(FixedLocator(list(places)))
@@ -168,7 +168,7 @@ def _plain_ticks(axes: "Axes", places: Sequence[float], curves: Sequence[Curve])
     heights = [h for curve in curves for h in (*curve.up, *([] if curve.level is None else [curve.level]))]
     ratio = max(heights) / min(heights)
     steps = (1.0,) if ratio > 1e3 else (1.0, 2.0, 5.0) if ratio > 10 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
-    axes.yaxis.set_major_locator(LogLocator(subs=steps))
+    axes.yaxis.set_major_locator(LogLocator(subs=steps) if ratio > 4 else MaxNLocator(6))
     axes.yaxis.set_minor_locator(NullLocator())
     if min(heights) >= 1e-3 and max(heights) < 1e6:
         axes.yaxis.set_major_formatter(_plain)

@@ -84,6 +84,11 @@ def test_logarithmic_axes_are_labelled_at_the_points_and_plainly():
     )
 
 
+def test_narrow_logarithmic_axes_have_labels_too():
+    words = words_on(curves_svg({"t": [Curve("a", [10, 100], [91.0, 99.0])]}, "K", "", log=True))
+    assert {"92", "94", "96", "98"} <= set(words)
+
+
 def test_a_name_can_keep_its_colour():
     both, alone = [Curve("a", [1, 2], [1, 2]), Curve("b", [1, 2], [2, 3])], [Curve("b", [1, 2], [2, 3], colour=1)]
     found = [set(re.findall(r"stroke: (#\w{6})", curves_svg({"t": curves}, "", ""))) for curves in (both, alone)]
