@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eigentrace.gradients.call_trace import CallTrace
 from eigentrace.gradients.layer_gradients import Direct, LayerGradients, Written
 from eigentrace.gradients.outer_products import Outer
 from eigentrace.gradients.rules import Call
@@ -110,16 +111,18 @@ class Taps:
         self.without_rule: dict[str, str] = {}
         self.sent: dict[str, int] = {}
         self.read: frozenset[str] = frozenset()
+        self.trace: bytes | None = None
 
     def run(
         self, params: Mapping[str, Tensor], batch: Any, function: Callable[[Any], Tensor], fused: bool
     ) -> Tensor:  # (B,)
         """Evaluate the losses under the taps, and differentiate their sum."""
         with torch.enable_grad():
-            watch = Watch(params, self._visit, fused)
+            trace = CallTrace(self.size)
+            watch = Watch(params, self._visit, fused, trace)
             with watch:
                 losses = function(marked(batch))
-            self.read = frozenset(watch.read)
+            self.read, self.trace = frozenset(watch.read), trace.value
             if losses.requires_grad:
                 ends = [self.anchor, *(t for t in watch.ends if t.is_leaf and t.requires_grad)]
                 torch.autograd.grad(losses.sum(), ends, allow_unused=True)

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from eigentrace.data.batch import map_tensors
+from eigentrace.gradients.call_trace import READING, CallTrace
 from eigentrace.gradients.rules import RULES, Call, Uses
 
 
@@ -60,11 +61,6 @@ _WRITE = frozenset(
         *("index_copy", "index_copy_", "masked_scatter", "masked_scatter_", "index_put", "index_put_", "__setitem__"),
     }
 )
-
-
-# Functions that return one or many values of a tensor to Python: what the model does next may depend on them.
-READ_ONE = frozenset({"item", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose"})
-READ_MANY = frozenset({"tolist", "numpy", "__array__"})
 
 
 def dependence_of(tensor: Tensor) -> Dependence:
@@ -139,8 +135,6 @@ _CASTS = frozenset({"to", "float", "double", "bfloat16", "type", "type_as", "con
 # Up to this many tokens memory-efficient attention is faster than flash attention. On an H200, in µs per example: 0.70
 # against 1.91 at 50 tokens and 16 heads, 0.31 against 0.92 at 32 and 8, but 7.6 against 6.0 at 256 and 12.
 _SHORT = 128
-
-_READING = READ_ONE | READ_MANY
 
 Key = tuple[str, int]
 
@@ -244,11 +238,18 @@ class Watch(TorchFunctionMode):
         visit: Called with each call on watched tensors; returns its output, or None to have the output watched as
             computed from parameters alone.
         fused: Whether attention may use a fused kernel; the fastest one for its length is then chosen.
+        trace: Receives all calls, if the model may move examples by values that it reads.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], visit: Callable[[Visit], Any], fused: bool) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        visit: Callable[[Visit], Any],
+        fused: bool,
+        trace: CallTrace | None = None,
+    ) -> None:
         super().__init__()
-        self.visit, self.fused = visit, fused
+        self.visit, self.fused, self.trace = visit, fused, trace
         self.watched: dict[int, Watched] = {}
         self.read: set[str] = set()
         """Names of the functions by which the model read values of the batch into Python."""
@@ -271,7 +272,9 @@ class Watch(TorchFunctionMode):
         else:
             output = self._call(func, args, kwargs)
         propagate(func, args, kwargs, output)
-        if func.__name__ in _READING and any(dependence_of(t) for t in tensors_in(args)):
+        if self.trace is not None:
+            self.trace.note(func.__name__, args, kwargs, output)
+        if func.__name__ in READING and any(dependence_of(t) for t in tensors_in(args)):
             self.read.add(func.__name__)
         if func.__name__ == "requires_grad_":
             self.ends.append(output)

@@ -4,8 +4,10 @@ Each use of a parameter yields the gradients of all examples in a compact form, 
 part of the directions and freed before the backward pass continues. Parameters without a rule use another engine.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -18,7 +20,7 @@ from eigentrace.errors import NumericalError, UnsupportedError
 from eigentrace.gradients.layer_gradients import Direct, LayerGradients
 from eigentrace.gradients.outer_products import Outer, square_norms
 from eigentrace.gradients.taps import Plan, Taps, UnplannedError, parameter_gradients, survey
-from eigentrace.gradients.watch import READ_MANY, Watched
+from eigentrace.gradients.watch import Watched
 from eigentrace.projection.compiled_pass import CompiledPass
 from eigentrace.projection.directions import DensePart, NarrowedDirections, Part, apply
 from eigentrace.projection.engine import Engine, Gather, Job, Projection
@@ -35,8 +37,10 @@ _AUDIT_TOL, _BF16_AUDIT_TOL = {torch.float64: 1e-6, torch.float32: 1e-3}, 0.05
 _SAME_LOSS = 1e-2
 # Bytes of small gradients that are collected to be multiplied together: 256 MiB.
 _MOST_COLLECTED = 2**28
-# Number of first batches in which several examples are audited.
-_THOROUGHLY_AUDITED = 2
+# Several examples are audited in the first batches, and in the first batch of each of the first traces; then one.
+_THOROUGH_BATCHES, _THOROUGH_TRACES = 2, 8
+# Other batches are audited at random, as long as audits take at most this share of the time.
+_AUDIT_SHARE = 0.03
 
 
 @dataclass
@@ -161,9 +165,8 @@ class Layerwise:
 
     def __init__(self, rest: Callable[[Job], Engine]) -> None:
         self._make_rest = rest
-        self._batches = 0
-        self._all_audited = True
         self._passes: list[PlannedPass] = []
+        self._audits = Audits()
 
     def __call__(self, job: Job, batch: Any, size: int) -> Projection:
         """Project every example of the batch."""
@@ -211,28 +214,20 @@ class Layerwise:
         return PlannedPass(plan, rest, CompiledPass(lambda job, batch, size: tapped(plan, job, batch, size)))
 
     def _audit(self, job: Job, batch: Any, size: int, found: Projection) -> None:
-        """Compare examples of the 1st, 2nd, 4th, 8th, … batch with the same examples alone, where none are mixed up."""
-        self._batches += 1
-        # A model that reads lists of values from its batch may sort by them unnoticed: audit every batch then.
-        due = not self._batches & (self._batches - 1) or bool(found.read & READ_MANY)
-        if size == 1:
-            return
-        if not due:
-            self._all_audited = False
-            return
-        listed = bool(found.read & READ_MANY)
-        several = listed or self._batches <= _THOROUGHLY_AUDITED
-        for example in {0, size - 1, self._batches % size} if several else {self._batches % size}:
-            # A batch of copies of the example has the same shapes and kernels, and therefore the same rounding errors.
-            if (
-                not self._equals_own_gradient(job, batch, size, found, example)
-                and self._differs_from_copies(job, batch, size, found, example, 1)
-                and self._differs_from_copies(job, batch, size, found, example, size)
-            ):
-                self._stop(
-                    f"example {example} of batch {self._batches} has other gradients in its batch of {size} than "
-                    "alone: the model moves examples in a way that the layer rules cannot follow"
-                )
+        """Compare some examples with the same examples alone, in the batches that `Audits` chooses."""
+        with self._audits.of(found, size, job.task.layout.device) as examples:
+            for example in examples:
+                # A batch of copies of the example has the same shapes and kernels, and therefore the same rounding
+                # errors.
+                if (
+                    not self._equals_own_gradient(job, batch, size, found, example)
+                    and self._differs_from_copies(job, batch, size, found, example, 1)
+                    and self._differs_from_copies(job, batch, size, found, example, size)
+                ):
+                    self._audits.stop(
+                        f"example {example} of batch {self._audits.batches} has other gradients in its batch of {size} "
+                        "than alone: the model moves examples in a way that the layer rules cannot follow"
+                    )
 
     def _equals_own_gradient(self, job: Job, batch: Any, size: int, found: Projection, example: int) -> bool:
         """Return whether the projection of an example is that of its gradient alone, computed as in training.
@@ -267,9 +262,46 @@ class Layerwise:
         tol = _BF16_AUDIT_TOL if job.task.is_bf16 else _AUDIT_TOL[job.task.layout.dtype]
         return _is_different(_with_norms(own)[0], found, example, tol)
 
-    def _stop(self, reason: str) -> NoReturn:
-        """Raise UnsupportedError, to use another engine, if all batches were audited; otherwise NumericalError."""
-        if self._all_audited:
+
+@dataclass
+class Audits:
+    """The choice of the examples that are compared with themselves alone, in case a model moves examples unseen.
+
+    Audited are the 1st, 2nd, 4th, 8th, … batch, every batch in which the model used values that it read in a new way
+    (see `eigentrace.gradients.call_trace`), and others at random for a small share of the time.
+    """
+
+    batches: int = 0
+    _traces: set[bytes | None] = field(default_factory=set)
+    _all_known: bool = True
+    """Whether all batches were audited, or had the same trace as an audited one."""
+    _begun: float = field(default_factory=time.perf_counter)
+    _seconds: float = 0.0
+    _random: random.Random = field(default_factory=lambda: random.Random(0), repr=False)
+
+    @contextmanager
+    def of(self, found: Projection, size: int, device: torch.device) -> Iterator[list[int]]:
+        """Choose examples of a batch to compare, and time the comparison."""
+        self.batches += 1
+        is_new = found.trace is not None and found.trace not in self._traces
+        due = is_new or not self.batches & (self.batches - 1)
+        if size == 1 or not (due or self._seconds < _AUDIT_SHARE * (time.perf_counter() - self._begun)):
+            self._all_known &= size == 1 or found.trace is not None
+            yield []
+            return
+        is_thorough = self.batches <= _THOROUGH_BATCHES or (is_new and len(self._traces) < _THOROUGH_TRACES)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # so that the time of the pass is not counted
+        started = time.perf_counter()
+        examples = {self._random.randrange(size)} | ({0, size - 1} if is_thorough else set())
+        yield sorted(examples)
+        self._seconds += time.perf_counter() - started
+        self._traces.add(found.trace)
+
+    def stop(self, reason: str) -> NoReturn:
+        """Raise UnsupportedError, to use another engine, if the batches before are right; otherwise NumericalError."""
+        # An audit that found nothing may have missed examples if batches were treated in several ways.
+        if self._all_known and len(self._traces) <= 1:
             raise UnsupportedError(reason)
         raise NumericalError(f"{reason}. Earlier batches may be wrong too: run again with Compute(engine='reverse').")
 
@@ -306,7 +338,7 @@ def tapped(plan: Plan, job: Job, batch: Any, size: int) -> Projection:
         losses = taps.run(job.task.params, batch, function, job.task.is_bf16)
     accumulator.finish()
     gathered = () if gather is None else (gather,)
-    return Projection(features, squares, losses, taps.read, gathered, outputs[0], is_whole=True)
+    return Projection(features, squares, losses, taps.read, taps.trace, gathered, outputs[0], is_whole=True)
 
 
 def kernels(job: Job) -> AbstractContextManager[None]:
