@@ -24,5 +24,5 @@ def test_a_fit_does_not_sample_just_the_examples_that_were_relabeled_with_its_se
     monkeypatch.setattr(et.Data, "sample", lambda self, *args: drawn.append(sample(self, *args)) or drawn[-1])
     data = et.Data(torch.utils.data.TensorDataset(torch.randn(1000, 3), labels))
     et.Arnoldi(steps=30, keep=1, sample=100, seed=0).fit(et.classification(torch.nn.Linear(3, 10)), data)
-    assert len(drawn[0]) == 100
-    assert 0.05 < is_wrong[drawn[0]].mean() < 0.4
+    (drawn,) = (rows for rows in drawn if len(rows) == 100)
+    assert 0.05 < is_wrong[drawn].mean() < 0.4

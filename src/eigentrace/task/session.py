@@ -326,7 +326,7 @@ def _guarded_data(model: nn.Module) -> Iterator[None]:
     use is a segmentation fault. Assignments of equal values are skipped; others raise an error.
     """
     found = vars(torch.Tensor).get("data")  # a guard of a session around this one; torch has it in a base class
-    own = torch.Tensor.data
+    own: Any = torch.Tensor.data
 
     def assign(tensor: Tensor, value: Tensor) -> None:
         if not _IN_FUNCTION.get() or not isinstance(value, Tensor):
@@ -345,14 +345,14 @@ def _guarded_data(model: nn.Module) -> Iterator[None]:
                 "and constrain weights before passing the model, not in forward."
             )
 
-    torch.Tensor.data = property(own.__get__, assign)  # type: ignore[assignment,method-assign]
+    torch.Tensor.data = property(own.__get__, assign)  # type: ignore[assignment]
     try:
         yield
     finally:
         if found is None:
             del torch.Tensor.data
         else:
-            torch.Tensor.data = found  # type: ignore[method-assign]
+            torch.Tensor.data = found
 
 
 def _is_transformed(tensor: Tensor) -> bool:
