@@ -58,4 +58,4 @@ class PrecisionWarning(EigentraceWarning):
 
 
 class MemoryLimitError(EigentraceError, RuntimeError):
-    """One example does not fit in memory."""
+    """A single example, or the basis of a fit, does not fit in memory."""

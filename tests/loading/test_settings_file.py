@@ -10,7 +10,7 @@ import eigentrace as et
 from eigentrace.errors import InputError
 from eigentrace.loading import from_config, make_inputs
 from eigentrace.loading.settings_file import _KEYS
-from eigentrace.methods.by_name import method_names, settable
+from eigentrace.methods.by_name import make_method, method_names, settable
 from eigentrace.projection.engine import Compute
 from tests.helpers.expecting import refused
 from tests.helpers.small import table
@@ -116,12 +116,24 @@ def test_inputs_can_be_made_again(moved, tmp_path, monkeypatch):
 
 
 def test_every_setting_of_the_fit_is_one_of_the_method():
-    assert set(settable()) == set(et.Arnoldi.__dataclass_fields__) - {"basis"}
+    parts = {f"basis.{name}" for name in et.Basis.__dataclass_fields__}
+    assert set(settable()) == set(et.Arnoldi.__dataclass_fields__) - {"basis"} | parts
     assert {name for name in method_names() if not settable(name)} == {"Loss", "Support"}
     assert set(_KEYS["score"]) - {"shard_rows", "shard_seconds", "features"} == set(Compute.__dataclass_fields__)
 
 
+def test_settings_of_a_setting_have_a_section_of_their_own(tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text("[input]\nfunction = 'a:b'\n[fit]\nkeep = 5\n[fit.basis]\nmax_vectors = 30\nrestart_keep = 9\n")
+    given = {"fit": {"basis.dtype": "bf16", "basis.restart_keep": 8}}
+    made = make_method(from_config(file, given)["fit"])
+    assert made == et.Arnoldi(keep=5, basis=et.Basis(dtype="bf16", max_vectors=30, restart_keep=8))
+    made = make_method({"method": "InverseArnoldi", "solver.repeats": 2})
+    assert made == et.InverseArnoldi(solver=et.Lissa(depth=50, repeats=2))
+
+
 WRONG = {
+    "part of a setting": ("[fit.basis]\ndtyp = 'bf16'", ("'basis.dtyp'", "[fit]", "basis.dtype")),
     "misspelt": ("[fit]\nstep = 3", ("'step'", "[fit]", "steps")),
     "elsewhere": ("[fit]\nshard_rows = 3", ("'shard_rows'", "[fit]", "[score]")),
     "a section": ("[fits]\nsteps = 3", ("[fits]", "fit")),

@@ -45,7 +45,7 @@ EXPECTED = {  # what a setting may be, as the error lists it
         ("memory", 0.0),
         ("memory", 2.5),
         ("memory", True),
-        ("memory", "1GB"),
+        ("memory", "1 gig"),
         ("memory", float("nan")),
     ],
     ids=str,
@@ -69,6 +69,11 @@ def test_bytes_are_taken_as_given(memory):
 def test_a_share_is_of_what_is_free(share, monkeypatch):
     monkeypatch.setattr(Compute, "free", staticmethod(lambda device: 1_000_000))
     assert Compute(memory=share).budget(CPU) == int(float(share) * 1_000_000)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("2GB", 2 * 10**9), ("1.5 GiB", 3 * 2**29), ("512kB", 512_000)])
+def test_bytes_can_be_text(text, expected):
+    assert Compute(memory=text).budget(CPU) == expected
 
 
 def test_the_default_is_small_enough_for_a_laptop():

@@ -98,7 +98,10 @@ def fit(
     seed: Annotated[int | None, _of_fit("Seed of all random choices.")] = None,
     set_: Annotated[
         list[str] | None,
-        _of_fit("Any other setting of the method, as name=value: depth=50; repeat a name for a list.", "--set"),
+        _of_fit(
+            "Any other setting of the method, as name=value: depth=50, basis.memory=8GB; repeat a name for a list.",
+            "--set",
+        ),
     ] = None,
     trust: _Trust = False,
     json: _Json = False,

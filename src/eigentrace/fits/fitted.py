@@ -13,6 +13,7 @@ from torch import Tensor
 from eigentrace.data import Data, as_data
 from eigentrace.disk.atomic import appearing
 from eigentrace.disk.manifest import read_manifest, through_json, write_directory
+from eigentrace.disk.room import check_room
 from eigentrace.disk.tensors import begins_with
 from eigentrace.errors import InputError, MismatchError, NumericalError, UnsupportedError
 from eigentrace.fits.reliability import Reliability
@@ -216,7 +217,10 @@ class Fitted(ABC):
             self._write(folder)
 
     def _write(self, path: Path) -> None:
-        write_directory(path, self.manifest(), self.files())
+        files = self.files()
+        size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+        check_room(path, size, f"the directions and weights of {self.method['name']}")
+        write_directory(path, self.manifest(), files)
         for name, part in self.parts().items():
             part._write(path / name)
 

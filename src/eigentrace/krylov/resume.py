@@ -38,6 +38,7 @@ _PIECE = 1 << 22
 # Losses of the same examples and model agree within this share of the largest, in bfloat16 too.
 _LOSS_TOL = 1e-2
 _STATE = "state.safetensors"
+_VECTORS = "vectors-{}.bin"
 
 
 class SavedIteration:
@@ -91,7 +92,7 @@ class SavedIteration:
                         raise self._damaged(
                             file.name, f"the checksum of vector {number + 1} of {snapshot.count} does not match"
                         )
-            for other in self.path.glob("vectors-*.bin"):
+            for other in self.path.glob(_VECTORS.format("*")):
                 if other != file:  # left by a process that was killed around a restart
                     other.unlink()
         except FileNotFoundError:
@@ -129,7 +130,7 @@ class SavedIteration:
         self._kept_at = time.monotonic()
 
     def _file(self, restarts: int) -> Path:
-        return self.path / f"vectors-{restarts:05d}.bin"
+        return self.path / _VECTORS.format(f"{restarts:05d}")
 
     def _write_state(self, snapshot: Snapshot, checksums: list[int]) -> None:
         values = {field.name: getattr(snapshot, field.name) for field in dataclasses.fields(snapshot)}
@@ -187,6 +188,19 @@ def opened(
         _check(path, identity)
         sweep(path)
         yield SavedIteration(path, identity, draws)
+
+
+def begun_with(path: str | Path) -> dict[str, Any]:
+    """Return the identity of the iteration in a directory; empty if it contains none that can be read."""
+    try:
+        return read_manifest(Path(path), KIND)["identity"]
+    except (MismatchError, TypeError):  # `opened` reports what is wrong
+        return {}
+
+
+def size_on_disk(path: Path) -> int:
+    """Return the bytes of the vectors in the directory of an iteration."""
+    return sum(file.stat().st_size for file in path.glob(_VECTORS.format("*")))
 
 
 def progress_of(path: str | Path) -> tuple[int, int] | None:

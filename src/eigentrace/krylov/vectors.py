@@ -1,15 +1,17 @@
 """Storage and multiplication of the vectors of a Krylov basis."""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from eigentrace.errors import InputError
 from eigentrace.numeric.accumulate import times
+from eigentrace.numeric.memory import check_memory
+from eigentrace.settings import check_counts, settings_of
 
 # Numbers of the basis converted to the working precision (and device) at a time: 64 MiB of float32.
 _CHUNK_NUMBERS = 1 << 24
@@ -29,34 +31,57 @@ _PIECE = 1 << 11
 class Basis:
     """How Krylov vectors are stored."""
 
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """fp32 follows the parameters (fp64 for float64 models); bf16 halves the memory, with errors of about 1e-4 in
-    eigenvalues. The eigenvectors are stored in the same type."""
-    place: Literal["device", "host"] = "device"
-    """Where vectors and eigenvectors are stored: on the model's device, or in (pinned) host memory."""
+    eigenvalues. The eigenvectors are stored in the same type. "auto" is fp32 if it fits in memory."""
+    place: Literal["auto", "device", "host"] = "auto"
+    """Where vectors and eigenvectors are stored: on the model's device, or in (pinned) host memory. "auto" is the
+    device if they fit there."""
     max_vectors: int | None = None
-    """Restart at this number of stored vectors (Lanczos only); None stores one per step."""
+    """Restart at this number of stored vectors (Lanczos only). None stores one per step, or as many as fit."""
     restart_keep: int | None = None
     """Number of Ritz vectors kept at a restart; 60% of max_vectors if None."""
+    memory: int | float | str | None = None
+    """Memory for the fit, where its vectors are stored: bytes (int, or text such as "12GB"), or a share of the free
+    memory (float). None is 90% of it."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("fp32", "bf16"):
-            raise InputError(f"Basis dtype must be 'fp32' or 'bf16', got {self.dtype!r}.")
-        if self.place not in ("device", "host"):
-            raise InputError(f"Basis place must be 'device' or 'host', got {self.place!r}.")
-        if self.max_vectors is not None and self.max_vectors < 3:
-            raise InputError(f"Basis max_vectors must be at least 3, got {self.max_vectors}.")
+        if self.dtype not in ("auto", "fp32", "bf16"):
+            raise InputError(f"Basis dtype must be 'auto', 'fp32' or 'bf16', got {self.dtype!r}.")
+        if self.place not in ("auto", "device", "host"):
+            raise InputError(f"Basis place must be 'auto', 'device' or 'host', got {self.place!r}.")
+        if self.max_vectors is not None:
+            check_counts(3, **{"Basis max_vectors": self.max_vectors})
         if self.restart_keep is not None and not 1 <= self.restart_keep < (self.max_vectors or 0):
             raise InputError(
                 f"Basis restart_keep must be between 1 and max_vectors - 1, got {self.restart_keep} with "
                 f"max_vectors={self.max_vectors}."
             )
+        if self.memory is not None:
+            check_memory(self.memory)
 
     @property
     def carried(self) -> int:
         """Number of Ritz vectors kept at a restart."""
         limit = self.max_vectors or 0
         return self.restart_keep or max(1, min(limit - 2, round(0.6 * limit)))
+
+    def record(self) -> dict[str, Any]:
+        """Return how vectors are stored, as JSON values; the memory that led to it does not matter any more."""
+        return {name: value for name, value in settings_of(self).items() if name != "memory"}
+
+    def as_begun(self, record: Mapping[str, Any]) -> "Basis":
+        """Return the basis with what it leaves open taken from the record of an iteration that is resumed."""
+        names = ["dtype", "place", "max_vectors"] + ([] if self.max_vectors else ["restart_keep"])
+        return replace(self, **{name: record[name] for name in names if getattr(self, name) in (None, "auto")})
+
+    def type_of(self, working: torch.dtype) -> torch.dtype:
+        """Return the type in which vectors are stored that are multiplied in the type `working`."""
+        return torch.bfloat16 if self.dtype == "bf16" else working
+
+    def home(self, device: torch.device) -> torch.device:
+        """Return where vectors of a model on `device` are stored."""
+        return torch.device("cpu") if self.place == "host" else device
 
 
 class Vectors:
@@ -69,8 +94,7 @@ class Vectors:
 
     def __init__(self, count: int, like: Tensor, basis: Basis) -> None:
         self.working, self.device = like.dtype, like.device
-        dtype = torch.bfloat16 if basis.dtype == "bf16" else like.dtype
-        device = like.device if basis.place == "device" else torch.device("cpu")
+        dtype, device = basis.type_of(like.dtype), basis.home(like.device)
         self._direct = dtype == like.dtype and device == like.device
         self._split = dtype == torch.bfloat16 and like.dtype == torch.float32 and like.device.type == "cuda"
         size = like.numel()

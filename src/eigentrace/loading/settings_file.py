@@ -54,7 +54,7 @@ def from_config(path: Path | str | None, overrides: Mapping[str, Mapping[str, An
     """
     given: How = {}
     resolved: dict[str, str] = {}
-    sources = [] if path is None else [(_read(Path(path)), Path(path).resolve().parent, str(path))]
+    sources = [] if path is None else [(_flat(_read(Path(path))), Path(path).resolve().parent, str(path))]
     sources.append((dict(overrides or {}), Path.cwd(), "the command line"))
     method = _method_of([settings for settings, *_ in sources])
     for settings, folder, name in sources:
@@ -189,6 +189,17 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(f"There is no settings file {path}. Check the path.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not valid TOML: {error}. Correct it there.") from None
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the sections inside of [fit] as single settings: dtype of [fit.basis] as "basis.dtype"."""
+    fit = settings.get("fit")
+    if not isinstance(fit, Mapping):
+        return settings
+    inside = {name: values for name, values in fit.items() if isinstance(values, Mapping)}
+    plain = {name: value for name, value in fit.items() if name not in inside}
+    parts = {f"{name}.{part}": value for name, values in inside.items() for part, value in values.items()}
+    return settings | {"fit": plain | parts}
 
 
 def _method_of(sources: Iterable[Mapping[str, Any]]) -> str:

@@ -21,7 +21,8 @@ from eigentrace.fits.reliability import rank_agreement
 from eigentrace.fits.tail_coordinates import check_wanted
 from eigentrace.krylov.eigenpairs import top_eigenpairs, warn_unless_converged, warn_unless_convex
 from eigentrace.krylov.iterate import Krylov, arnoldi, finished, lanczos
-from eigentrace.krylov.resume import SavedIteration, opened
+from eigentrace.krylov.plan import IterationPlan, check_disk, fitted_basis
+from eigentrace.krylov.resume import SavedIteration, begun_with, opened
 from eigentrace.krylov.vectors import Basis
 from eigentrace.methods.method import ready
 from eigentrace.numeric.seeding import generator_of
@@ -68,7 +69,8 @@ class Arnoldi:
     precision: Precision = "fp32"
     """"fp32", or "bf16" for products under autocast: faster on a GPU, accurate to about two digits."""
     basis: Basis = field(default_factory=Basis)
-    """Dtype and device of the Krylov vectors, and how many are stored before a restart; see `Basis`."""
+    """Dtype and device of the Krylov vectors, and how many are stored before a restart; by default, so that they fit in
+    memory. See `Basis`."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the products with torch.compile: takes a minute or more, then about doubles the speed. "auto" compiles
     on a GPU if the time saved is expected to exceed the time of compiling."""
@@ -111,23 +113,42 @@ class Arnoldi:
             data: Training examples.
             num_train: N, if `data` is only part of the training set.
             resume: Directory for the state of the iteration. After a crash, the same call resumes from it and returns
-                the same eigenpairs. It takes as much disk space as the basis (1.6 times as much with restarts) and is
-                not deleted at the end: remove it once the fit is saved.
+                the same eigenpairs. It takes as much disk space as the basis (1.6 times as much with restarts), which
+                is checked at the start, and is not deleted at the end: remove it once the fit is saved.
         """
         task, data, size = ready(task, data, num_train)
         generator = generator_of(self.seed)
-        with task.session(), self._opened(resume, task, data, size, generator) as saved:
-            eigenpairs = top_eigenpairs(self._krylov(task, data, generator, saved), self.keep)
+        planned = replace(self, basis=self._basis(task, data, resume))
+        with task.session(), planned._opened(resume, task, data, size, generator) as saved:
+            eigenpairs = top_eigenpairs(planned._krylov(task, data, generator, saved), self.keep)
         warn_unless_converged(eigenpairs.spectrum)
         if resolve_kind(self.curvature, task) == "gauss-newton" and not self.spread:
             warn_unless_convex(eigenpairs.spectrum)
         wanted = SHAPED_COORDINATES if self.coordinates is None and self.tail == "shaped" else self.coordinates
         cut = Cut(self.keep, self.tail if self.tail != "shaped" else "auto", self.positive_only)
-        settings = settings_of(self) | (
-            {"agreement": asdict(rank_agreement(self, task, data))} if self.reliability else {}
-        )
+        settings = settings_of(self) | {"basis": planned.basis.record()}
+        if self.reliability:
+            settings["agreement"] = asdict(rank_agreement(self, task, data))
         fitted = EigenFit(task, eigenpairs, cut, settings, size)
         return fitted if wanted is None else fitted.with_coordinates(data, wanted).distill(tail=self.tail)
+
+    def _basis(self, task: Task, data: Data, resume: str | Path | None) -> Basis:
+        """Return the basis of an iteration that is resumed, or one that fits in memory."""
+        plan, begun = self._plan(task, data), {} if resume is None else begun_with(resume)
+        if not begun:
+            return fitted_basis(plan)
+        record = {name: begun.get(f"basis {name}") for name in self.basis.record()}
+        return fitted_basis(replace(plan, basis=self.basis.as_begun(record)), is_begun=True)
+
+    def _plan(self, task: Task, data: Data) -> IterationPlan:
+        layout, restarts = task.layout, not self._redraws(data)
+        return IterationPlan(
+            layout.numel, layout.dtype, layout.device, self.steps, self.keep, self.basis, can_restart=restarts
+        )
+
+    def _redraws(self, data: Data) -> bool:
+        """Return whether every step draws new examples, so that the curvature changes."""
+        return self.spread and self.sample is not None and self.sample < len(data)
 
     def _opened(
         self, path: str | Path | None, task: Task, data: Data, size: int, generator: torch.Generator
@@ -137,7 +158,7 @@ class Arnoldi:
     def _identity(self, task: Task, data: Data, size: int) -> dict[str, Any]:
         """Describe everything the iteration depends on, so that it is never resumed with different inputs."""
         settings = settings_of(self)
-        basis = {f"basis {name}": value for name, value in settings_of(self.basis).items() if name != "name"}
+        basis = {f"basis {name}": value for name, value in self.basis.record().items() if name != "name"}
         return {
             "model": task.fingerprint(),
             "l2": {name: float(value) for name, value in task.l2.items() if value},
@@ -155,13 +176,15 @@ class Arnoldi:
         done = None if saved is None else finished(saved, task.vector, self.steps, basis=self.basis)
         if done is not None:
             return done
+        if saved is not None:
+            check_disk(self._plan(task, data), saved.path)
         curvature = self._curvature(task, data, generator, saved)
         # Always drawn, even if a resumed iteration does not use it, so that later draws stay the same.
         start = start_vector(task, generator)
         if saved is not None:
             saved.begin(compile=curvature.compile)
-        if self.spread and self.sample is not None and self.sample < len(data):
-            matvec = _spread(curvature, self.sample, generator)
+        if self._redraws(data):
+            matvec = _spread(curvature, int(self.sample or 0), generator)
             return arnoldi(matvec, start, self.steps, basis=self.basis, memory=saved)
         return lanczos(curvature.matvec, start, self.steps, basis=self.basis, memory=saved)
 

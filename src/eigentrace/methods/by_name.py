@@ -37,24 +37,41 @@ def _plain(name: str) -> str:
 
 
 def settable(name: Any = DEFAULT) -> tuple[str, ...]:
-    """Return the names of a method's settings that can be given as text: those whose default is not an object."""
-    fields = dataclasses.fields(method_type(name))
-    return tuple(field.name for field in fields if not _is_object(field))
+    """Return the names of a method's settings that can be given as text.
+
+    A setting that is itself an object with settings is left out; its own are named like "basis.dtype".
+    """
+    found: list[str] = []
+    for field in dataclasses.fields(method_type(name)):
+        if not _is_object(field):
+            found.append(field.name)
+        elif dataclasses.is_dataclass(default := _default(field)):
+            found += [f"{field.name}.{part.name}" for part in dataclasses.fields(default) if not _is_object(part)]
+    return tuple(found)
 
 
 def _is_object(field: dataclasses.Field) -> bool:
     return field.default_factory is not dataclasses.MISSING or dataclasses.is_dataclass(field.default)
 
 
+def _default(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 def make_method(settings: Mapping[str, Any]) -> Method:
     """Create a method from its settings; the key "method" contains its name."""
     given = dict(settings)
     kind = method_type(given.pop("method", DEFAULT))
-    needed = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
     missing = sorted(name for name in needed & set(settable(kind.__name__)) if name not in given)
     if missing:
         raise InputError(
             f"{kind.__name__} needs the setting {', '.join(missing)}: set it under [fit] in the settings file, or "
             "with --set."
         )
+    for whole in {name.partition(".")[0] for name in given if "." in name}:
+        parts = {name: given.pop(name) for name in list(given) if name.startswith(f"{whole}.")}
+        changes = {name.partition(".")[2]: value for name, value in parts.items()}
+        given[whole] = dataclasses.replace(_default(fields[whole]), **changes)
     return kind(**given)

@@ -8,6 +8,8 @@ from eigentrace.fits.projected_fit import DirectionsFit
 from eigentrace.fits.weighted_directions import Block
 from eigentrace.krylov.eigenpairs import top_eigenpairs
 from eigentrace.krylov.iterate import arnoldi
+from eigentrace.krylov.plan import IterationPlan, fitted_basis
+from eigentrace.krylov.vectors import Basis
 from eigentrace.methods.arnoldi import start_vector
 from eigentrace.methods.lissa import Lissa
 from eigentrace.numeric.seeding import generator_of
@@ -47,8 +49,11 @@ class InverseArnoldi:
         solved = self.solver.fit(task, data, num_train=num_train)
         task = solved.task
         start = start_vector(task, generator_of(self.seed))
+        # Solves are not exact: the matrix is not symmetric, and the iteration cannot restart.
+        plan = IterationPlan(len(start), start.dtype, start.device, self.steps, self.keep, Basis(), can_restart=False)
+        basis = fitted_basis(plan)
         with task.session():
-            krylov = arnoldi(lambda v: solved.solve(v[None])[0], start, self.steps)
+            krylov = arnoldi(lambda v: solved.solve(v[None])[0], start, self.steps, basis=basis)
             eigenpairs = top_eigenpairs(krylov, self.keep)
         directions = DenseDirections(eigenpairs.directions, task.layout)
         # Scores are multiplied by the eigenvalues of H⁻¹, where Arnoldi divides by those of H.

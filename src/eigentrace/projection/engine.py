@@ -1,9 +1,7 @@
 """The interface of projection engines: compute settings, jobs and projected batches."""
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any, Literal, Protocol
 
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from eigentrace.errors import InputError, UnsupportedError
 from eigentrace.gradients.layer_gradients import LayerGradients
+from eigentrace.numeric.memory import bytes_of, check_memory, free_memory
 from eigentrace.projection.directions import Directions, none
 from eigentrace.settings import check_counts
 from eigentrace.task.task import Task, Values
@@ -29,8 +28,9 @@ class Compute:
     """"auto" uses layerwise reverse mode for all parameters with a layer rule, and another engine for the others."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """"bf16" runs the model under autocast and multiplies directions in bfloat16: faster on a GPU, about two digits."""
-    memory: int | float | None = None
-    """Memory in addition to the model's own pass: bytes (int) or a share of the free memory (float); None: default."""
+    memory: int | float | str | None = None
+    """Memory in addition to the model's own pass: bytes (int, or text such as "2GB") or a share of the free memory
+    (float); None: default."""
     batch: int | Literal["auto", "data"] = "auto"
     """Examples per pass: "data" keeps the data's batches, "auto" fits them to the GPU. Too large ones are split."""
     compile: bool = False
@@ -46,33 +46,18 @@ class Compute:
         if not isinstance(self.compile, bool):
             raise InputError(f"compile must be True or False, got {self.compile!r}.")
         if self.memory is not None:
-            _check_memory(self.memory)
+            check_memory(self.memory)
 
     def budget(self, device: torch.device) -> int:
         """Return the bytes that an engine may use in addition to the model's own pass."""
-        if isinstance(self.memory, Integral):
-            return int(self.memory)
         if self.memory is not None:
-            return int(float(self.memory) * self.free(device))
+            return bytes_of(self.memory, lambda: self.free(device))
         return int(_GPU_SHARE * self.free(device)) if device.type == "cuda" else _CPU_MEMORY
 
     @staticmethod
     def free(device: torch.device) -> int:
-        """Return the bytes that can still be allocated on a device, including the reserve of torch's allocator."""
-        if device.type == "cuda":
-            reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            return torch.cuda.mem_get_info(device)[0] + reserve
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _check_memory(memory: object) -> None:
-    whole = isinstance(memory, Integral) and not isinstance(memory, bool) and int(memory) > 0
-    share = isinstance(memory, Real) and not isinstance(memory, Integral) and 0 < float(memory) < 1
-    if not (whole or share):
-        raise InputError(
-            f"memory must be a number of bytes (int), or a share of the free memory between 0 and 1 (float), got "
-            f"{memory!r}."
-        )
+        """Return the bytes that can still be allocated on a device; see `free_memory`."""
+        return free_memory(device)
 
 
 PerExample = Callable[[Values, Any], Tensor]
@@ -103,6 +88,8 @@ class Projection:
     losses: Tensor  # (B,) the function that was differentiated
     read: frozenset[str] = frozenset()
     """Names of the functions by which the model read values of the batch into Python, if known."""
+    trace: bytes | None = None
+    """Hash of what the model did after it read values, if it did: see `eigentrace.gradients.call_trace`."""
     gathered: tuple[Gather, ...] = ()
     """The `Gather` objects of a job with `gather`, one per pass of the layerwise engine."""
     outputs: Tensor | None = None  # (B, ...)
