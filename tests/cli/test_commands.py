@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from eigentrace.cleaning.decisions import Decisions
+from tests.helpers import make_folders
 from tests.helpers.expecting import expect_mentions
 from tests.helpers.worked import build, check_cleaned, commands, shape
 
@@ -161,6 +162,23 @@ def test_fit_reports_its_sample_and_its_training_examples(place, call, answer):
         fitted = answer(f"fit runs/{name} --input mine.py:make --steps 8 --keep 3 {options}")[1]
         assert (fitted["num_sampled"], fitted["num_train"]) == (40, 40)
     assert "num_sampled" not in answer("fit runs/loss --input mine.py:make --method Loss")[1]
+
+
+@pytest.mark.filterwarnings("default::eigentrace.errors.EigentraceWarning")
+def test_repeated_ids_and_empty_texts_are_counted_at_fit(place, call, answer):
+    make_folders.bert(place / "model")
+    rows = [("a", "cat", "the red cat ran"), ("b", "dog", " "), ("a", "dog", "the dog sat"), ("c", "cat", "")]
+    lines = ["id,label,text", *(f'{name},{label},"{text}"' for name, label, text in rows * 3)]
+    (place / "train.csv").write_text("\n".join(lines) + "\n")
+    fit = "--model model --data train.csv --task text-classification --method RandProj --keep 2"
+    code, out, err = call(f"fit runs/x {fit} --id id --json")
+    assert code == 0
+    assert json.loads(out)["num_train"] == 12
+    expect_mentions(err, ["9 of 12 examples", "row 2 has the id 'a' of row 0", "row 4 has the id 'a' of row 0"])
+    expect_mentions(err, ["6 of 12 rows", "train.csv", "'text'", "row 1, 3, 5"])
+    assert "warning" not in call("score runs/x")[2]
+    (place / "train.csv").write_text("id,label,text\n" + "".join(f"{n},cat,a cat\n" for n in range(12)))
+    assert "warning" not in call(f"fit runs/y {fit} --id id")[2]
 
 
 def test_numbers_that_json_lacks_become_null(capsys):

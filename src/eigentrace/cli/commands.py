@@ -27,7 +27,7 @@ from eigentrace.errors import InputError
 from eigentrace.fits.fitted import Fitted
 from eigentrace.fits.load import load
 from eigentrace.krylov.resume import progress_of
-from eigentrace.loading import Inputs, check_source
+from eigentrace.loading import Inputs, check_source, warn_of_mistakes
 from eigentrace.methods.by_name import make_method
 from eigentrace.methods.method import Method
 from eigentrace.projection.engine import Compute
@@ -55,6 +55,7 @@ def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], trust
         sweep(folder.path)
         if inputs is not None and not folder.fit.exists():
             _note(f"{counted(len(inputs.data), 'example')}; {inputs.task.coverage}")
+            warn_of_mistakes(inputs)
             fitted = _fitted(method, inputs, folder)
             if fitted.can.save:
                 fitted.save(folder.fit)
@@ -68,7 +69,7 @@ def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], trust
         saved["num_train"] = fitted.num_train
     else:
         saved = read_manifest(folder.fit, "fit")
-    result = {"run": str(path), "fit": str(folder.fit) if folder.fit.exists() else None}
+    result: dict[str, Any] = {"run": str(path), "fit": str(folder.fit) if folder.fit.exists() else None}
     result |= {key: saved[key] for key in known if key in saved}
     result |= {} if (sampled := num_sampled(saved)) is None else {"num_sampled": sampled}
     _answer(result, f"{show_fit(saved)}\nNext: eigentrace score {path}", as_json)

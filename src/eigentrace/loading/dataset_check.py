@@ -1,14 +1,67 @@
-"""Check that a dataset has not changed since a run scored it."""
+"""Checks of a dataset: whether it has changed since a run scored it, and warnings about rows that may be mistakes."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from eigentrace.errors import MismatchError
+import numpy as np
+import pyarrow.compute as pc
+
+from eigentrace.errors import EigentraceWarning, MismatchError
 from eigentrace.formats.content_hash import content_columns, content_of, same_set, sample_of
 from eigentrace.formats.dataset_columns import class_labels
 from eigentrace.formats.records import Records
+from eigentrace.loading.inputs import Inputs
+from eigentrace.settings import counted
 from eigentrace.store import Folder
 from eigentrace.store.same_data import id_difference, label_difference, stored_ids
+from eigentrace.store.user_columns import as_columns
+
+# Rows that a warning names.
+_NAMED = 3
+
+
+def warn_of_mistakes(inputs: Inputs) -> None:
+    """Warn if several examples have the same id, or if texts are empty, with the number of rows and the first ones."""
+    found = [] if inputs.data.ids is None else list(_repeated_ids(inputs.data.ids))
+    for words in (*found, *(() if inputs.remarks is None else inputs.remarks())):
+        warnings.warn(words, EigentraceWarning, stacklevel=2)
+
+
+def _repeated_ids(ids: Any) -> Iterator[str]:
+    column: Any = as_columns(None, ids, len(ids))
+    encoded = pc.dictionary_encode(column.column(0), null_encoding="encode").combine_chunks()
+    codes = encoded.indices.to_numpy()
+    first = np.full(len(encoded.dictionary), -1)
+    first[codes[::-1]] = np.arange(len(codes))[::-1]
+    rows = np.flatnonzero(first[codes] != np.arange(len(codes)))
+    if len(rows):
+        named = [f"row {row} has the id {encoded[row].as_py()!r} of row {first[codes[row]]}" for row in rows[:_NAMED]]
+        more = ", …" if len(rows) > _NAMED else ""
+        yield (
+            f"{len(rows):,} of {counted(len(codes), 'example')} have the id of an earlier one: {', '.join(named)}{more}"
+            ". They cannot be told apart by id: give every example its own id, or leave the ids out."
+        )
+
+
+def empty_texts(records: Records, columns: Sequence[str]) -> Iterator[str]:
+    """Yield a description of the rows without any text, for each column that has some."""
+    for column in columns:
+        rows = np.concatenate(
+            [first + np.flatnonzero(_is_empty(chunk)) for first, chunk in records.chunks(column)] or [np.empty(0, int)]
+        )
+        if len(rows):
+            named = ", ".join(map(str, rows[:_NAMED])) + (", …" if len(rows) > _NAMED else "")
+            yield (
+                f"{len(rows):,} of {counted(len(records), 'row')} of {records.name} have an empty text in column "
+                f"{column!r} (row {named}, counted from 0). They are used as they are: if that is a mistake, "
+                "remove them or fill them in."
+            )
+
+
+def _is_empty(chunk: Any) -> np.ndarray:  # (n,) bool
+    plain = chunk.dictionary_decode() if hasattr(chunk, "dictionary_decode") else chunk
+    return pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(plain)), 0).to_numpy(zero_copy_only=False)
 
 
 def check_unchanged(

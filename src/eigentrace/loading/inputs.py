@@ -1,6 +1,6 @@
 """The class Inputs: the task, the data and further content of a dataset, as returned by all loaders."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ class Inputs:
 
     content: Callable[[], dict[str, Any]] | None = None
     """Reads the whole dataset and returns hashes of its content; None if not supported."""
+    remarks: Callable[[], Iterable[str]] | None = None
+    """Reads the whole dataset and describes rows that may be mistakes, such as empty texts; None if not supported."""
 
     def __repr__(self) -> str:
         return f"<Inputs: {self.task!r}, {self.data!r}>"

@@ -15,6 +15,7 @@ from eigentrace.formats.content_hash import content_columns, content_of
 from eigentrace.formats.dataset_columns import check_text, class_labels, metadata_of, read_ids
 from eigentrace.formats.files import Files, find_files
 from eigentrace.formats.records import Records, open_records
+from eigentrace.loading.dataset_check import empty_texts
 from eigentrace.loading.hugging_face import (
     TASKS,
     TaskName,
@@ -42,6 +43,7 @@ _ROLES = {
     "seq2seq": ("text", "target"),
     "causal-lm": ("text",),
 }
+_TEXTS = ("text", "text_pair", "target")
 _READY = {
     "text-classification": classification,
     "image-classification": classification,
@@ -100,16 +102,16 @@ def from_folder(
     check_folder(folder)
     records = _opened(files, roles, id)
     metadata, ids = metadata_of(records, list(roles.values()), id, columns), read_ids(records, id)
-    network = load_model(folder, task)
+    network = load_model(folder, task).to(_place(device))
     if task == "image-classification":
         examples: ImageDataset | TextDataset = _images(records, roles, files.folder, folder, network)
     else:
         examples = _texts(records, roles, Path(tokenizer or folder), network, max_length)
-    network.to(_place(device))
     data = Data(examples, examples.collate, batch_size, ids, workers)
     show, read = _show(records, roles, files.folder, folder), NewExamples(examples, roles, network.config)
     content = partial(content_of, records, content_columns(roles, id))
-    return Inputs(_READY[task](network, params, l2), data, metadata, files.source, show, read, content)
+    remarks = partial(empty_texts, records, _text_columns(roles))
+    return Inputs(_READY[task](network, params, l2), data, metadata, files.source, show, read, content, remarks)
 
 
 def show_folder(
@@ -163,14 +165,17 @@ def _roles(task: str, **named: str | None) -> dict[str, str]:
     return {role: column for role in _ROLES[task] if (column := named[role]) is not None}
 
 
+def _text_columns(roles: Mapping[str, str]) -> list[str]:
+    return list(dict.fromkeys(column for role, column in roles.items() if role in _TEXTS))
+
+
 def _opened(files: Files, roles: Mapping[str, str], identity: str | None) -> Records:
     """Open a dataset, and check that all required columns exist, have the right type and contain no nulls."""
     wanted = dict(roles) if identity is None else {**roles, "id": identity}
     records = open_records(files, as_text=list(wanted.values()))
     records.check_columns(**wanted)
-    texts = {role: column for role, column in roles.items() if role in ("text", "text_pair", "target")}
-    check_text(records, **texts)
-    records.refuse_nulls(*texts.values())
+    check_text(records, **{role: column for role, column in roles.items() if role in _TEXTS})
+    records.refuse_nulls(*_text_columns(roles))
     if "image" in roles:
         check_images(records, roles["image"])
     return records
