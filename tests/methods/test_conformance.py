@@ -210,6 +210,7 @@ def ask(fitted: et.Fitted, what: str, data: Any, path: Any) -> Any:
         "save": lambda: fitted.save(path),
         "spectrum": lambda: fitted.spectrum,
         "distill": lambda: fitted.distill(keep=1),
+        "coordinates": lambda: fitted.with_coordinates(data, 3),
         "unit_gradients": lambda: fitted.self_influence(data, normalize="gradient"),
     }
     return questions[what]()

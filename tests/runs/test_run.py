@@ -227,6 +227,16 @@ def test_classes_come_from_the_pass_that_is_made_anyway(engine, tmp_path):
     assert np.allclose(run.column("confidence"), logits.softmax(dim=1).amax(dim=1), rtol=1e-5)
 
 
+@pytest.mark.parametrize("method", [et.Loss(), et.TracIn(), et.RandProj(keep=3)], ids=lambda m: type(m).__name__)
+def test_scoring_needs_one_pass_whatever_the_method(method, tmp_path):
+    counted = Counted()
+    fitted = method.fit(et.classification(counted), data(600))
+    counted.seen = 0
+    run = et.score(fitted, data(600), tmp_path / "x", compute=et.Compute(batch=50))
+    assert counted.seen < 700
+    assert np.allclose(run.column("self_influence"), fitted.self_influence(data(600)), rtol=1e-5)
+
+
 def test_a_loss_that_works_in_place_leaves_the_classes_alone(tmp_path):
     def scaled(logits, batch):
         return nn.functional.cross_entropy(logits.mul_(3.0), batch[1], reduction="none")

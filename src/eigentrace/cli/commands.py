@@ -80,7 +80,7 @@ def _fitted(method: Method, inputs: Inputs, folder: Folder) -> Fitted:
     resumes = "resume" in inspect.signature(method.fit).parameters
     more: dict[str, Any] = {"resume": folder.krylov} if resumes else {}
     fitted = method.fit(inputs.task, inputs.data, **more)
-    return fitted if getattr(fitted, "coordinates", None) is None else fitted.stored()
+    return fitted.stored() if fitted.has_coordinates else fitted
 
 
 def _fit_of(folder: Folder, how: Mapping[str, Any], inputs: Inputs) -> Fitted:

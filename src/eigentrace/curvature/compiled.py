@@ -35,7 +35,7 @@ _TOL = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.2}
 
 
 def pays(eager_seconds: float, products: int, num_tensors: int) -> bool:
-    """Return whether compiling is expected to take less time than it saves, which is half of every later product.
+    """Return whether compiling pays off, if it halves the time of later products.
 
     >>> pays(0.25, products=200, num_tensors=294), pays(0.25, products=2000, num_tensors=294)
     (False, True)

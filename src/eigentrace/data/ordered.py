@@ -185,7 +185,7 @@ class Data:
         return self._source.held()
 
     def compared(self, known: Callable[[], np.ndarray | None], refusal: Callable[[int], Exception]) -> "Data":
-        """Return the same data, which compares each example with its expected digest when it is read.
+        """Return a copy that verifies the digest of each example when it is read.
 
         Args:
             known: Returns the expected digests (N,) as uint64, or None if there are none; called when data is read.

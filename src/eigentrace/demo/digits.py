@@ -24,7 +24,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Relabeled:
-    """Labels of which some are wrong, with a mask of the wrong ones."""
+    """Noisy labels, with a mask of the wrong ones."""
 
     labels: Tensor  # (N,)
     is_wrong: Tensor  # (N,) bool

@@ -1,4 +1,4 @@
-"""Reading of files that may come from somebody else: regular files only, with sizes checked before reading."""
+"""Read untrusted files: regular files only, with a limit on their size."""
 
 import json
 import os

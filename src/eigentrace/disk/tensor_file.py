@@ -145,7 +145,7 @@ def _header_of(of: TensorFile, version: tuple[int, int, int, int]) -> Header:
             return Header(places, metadata, None)
         sums = read_bytes(file, table.start, table.stop)
         if len(sums) % _LENGTH or table.stop != size:
-            raise damaged(of.path, "its checksums are not its last bytes", of.advice)
+            raise damaged(of.path, "it does not end with its checksums", of.advice)
         blocks = Blocks(of.path, sums.view(np.uint64), table.start, of.advice)
         blocks.read(file, 0, data)
         return Header(places, metadata, blocks)

@@ -1,7 +1,7 @@
 """Fits by eigenpairs of the curvature, cut to any number, with or without a tail."""
 
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any, Literal, Self
 
@@ -58,7 +58,12 @@ class EigenFit(ProjectedFit):
     @property
     def can(self) -> Capabilities:
         """All capabilities."""
-        return Capabilities(influence=True, features=True, save=True, spectrum=True, distill=True, unit_gradients=True)
+        return Capabilities(**{field.name: True for field in fields(Capabilities)})
+
+    @property
+    def has_coordinates(self) -> bool:
+        """Whether coordinates represent the tail, so that `stored` needs no data."""
+        return self.coordinates is not None
 
     @property
     def delta(self) -> float | None:

@@ -41,6 +41,8 @@ class Capabilities:
     """Eigenvalues of the curvature."""
     distill: bool = False
     """Selecting another cut of the same eigenpairs."""
+    coordinates: bool = False
+    """Coordinates that represent the tail, by `with_coordinates` and `stored`."""
     unit_gradients: bool = False
     """`normalize="gradient"`, which scales every gradient to unit length first."""
 
@@ -54,8 +56,8 @@ _REFUSALS = {
     "spectrum": "{} has no spectrum: it has no eigenpairs of the curvature. Use Arnoldi; of an ensemble, use the "
     "spectrum of each member.",
     "distill": "{} has no eigenpairs of the curvature that could be cut, and no tail. Use Arnoldi.",
-    "store": "{} has no eigenpairs of its own, and therefore no tail that coordinates could represent. Use a fit of "
-    "Arnoldi; of an ensemble, use each member.",
+    "coordinates": "{} has no eigenpairs of its own, and therefore no tail that coordinates could represent. Use a "
+    "fit of Arnoldi; of an ensemble, use each member.",
     "unit_gradients": "{} uses no gradients of the loss, so normalize='gradient' is not supported. Use normalize=None.",
 }
 
@@ -90,6 +92,16 @@ class Fitted(ABC):
     @property
     def positive_metric(self) -> bool:
         """Whether every self-influence is positive by construction."""
+        return False
+
+    @property
+    def has_coordinates(self) -> bool:
+        """Whether coordinates represent the tail, so that `stored` needs no data."""
+        return False
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the score of an example is its loss, so that a pass for losses yields it too."""
         return False
 
     def self_influence(
@@ -182,11 +194,11 @@ class Fitted(ABC):
         self, data: Any, coordinates: float = 1024, *, sample: int | None = None, compute: Compute | None = None
     ) -> Self:
         """Return the same fit with coordinates that represent its tail, for methods with eigenpairs."""
-        raise self._refusal("store")
+        raise self._refusal("coordinates")
 
     def stored(self, data: Any = None, coordinates: float | None = None, *, compute: Compute | None = None) -> Self:
         """Return the fit that scores by features alone, including the tail, for methods with eigenpairs."""
-        raise self._refusal("store")
+        raise self._refusal("coordinates")
 
     def unstored(self) -> Self:
         """Return the fit that scores by whole gradients instead of stored features."""
@@ -300,7 +312,7 @@ class Fitted(ABC):
             raise InputError(f"unit must be None or 'nats', got {unit!r}.")
         if unit == "nats" and not self.has_curvature:
             raise UnsupportedError(
-                f"{self.method['name']} has no curvature, so its scores are not changes of loss: got unit='nats'. Use "
+                f"{self.method['name']} has no curvature, so its scores cannot be given in nats. Use "
                 "unit=None, or a method with curvature such as Arnoldi."
             )
         if normalize == "gradient":

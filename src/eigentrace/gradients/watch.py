@@ -181,7 +181,7 @@ class Visit:
 
     @property
     def roots(self) -> list[str]:
-        """The parameters involved."""
+        """The parameters that are used."""
         return [root for watched in self.found.values() for root in watched.leaves]
 
     @property

@@ -1,4 +1,4 @@
-"""What a Krylov iteration takes, reckoned before it begins: memory, disk space, and a basis that fits into them."""
+"""Estimate memory and disk space of a Krylov iteration before it begins, and choose a basis that fits."""
 
 import warnings
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class IterationPlan:
-    """An iteration that has not begun: how much is computed and how it is stored."""
+    """The size and storage settings of a planned iteration."""
 
     size: int
     """P, the length of a vector."""
@@ -201,7 +201,7 @@ def _smaller(plan: IterationPlan) -> Iterator[IterationPlan]:
 
 
 def _effect(wanted: IterationPlan, fitting: IterationPlan) -> str:
-    """Say what another basis than the default one changes."""
+    """Describe the effect of a basis that is not the default one."""
     effects = []
     if fitting.basis.dtype != wanted.basis.dtype:
         effects.append("eigenvalues get errors of about 1e-4")

@@ -63,6 +63,11 @@ class LossFit(Fitted):
     """Changes of the inputs to average over; None is the inputs as they are."""
     has_curvature: bool = False
 
+    @property
+    def is_loss(self) -> bool:
+        """Whether the score is the loss itself, instead of a mean over checkpoints or changes."""
+        return self.states == (None,) and self.changes == (None,)
+
     def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
         return self._mean(data, 0)
 

@@ -9,6 +9,9 @@
 | model | `Task.fingerprint` | the same weights and the same selection of them, to the bit |
 | model, within a process | `task.identity.WeightSums` | the same weights up to the order of summation |
 | loss | `task.identity.LossFingerprint` | the same losses of a few examples, up to rounding |
+| dataset on disk | `formats.content_hash` | the same inputs, labels and ids, in order, in any order, or in 64 rows |
+| part of a file | `disk.blocks.block_sums` | the same bytes, except with a chance of 2^-64 |
+| retrained model | `evaluate.output_cache` | the same rows and seed, with the same recipe and training set |
 | ids and columns | `store.user_columns.same_columns` | the same values, in the closest type that Parquet supports |
 """
 

@@ -75,7 +75,7 @@ def as_text(count: float) -> str:
 
 
 def _parsed(text: str) -> int:
-    """Return the bytes that a text such as "12 GB" stands for; 0 if it is not of that form."""
+    """Parse a size such as "12 GB" into bytes; 0 if it is not a size."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?B)\s*", text)
     if found is None:
         return 0

@@ -82,7 +82,7 @@ class RunReader:
         if found and found[-1].stop > self.num_rows:
             raise MismatchError(
                 f"{self.folder.record.path} lists rows up to {found[-1].stop}, but the run has {self.num_rows} rows. "
-                "Restore shards.json or manifest.json: one of them is of another run, or damaged."
+                "Restore shards.json or manifest.json: one of them belongs to another run or is damaged."
             )
         return found
 

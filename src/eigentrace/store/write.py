@@ -154,13 +154,13 @@ def _by_scores(
 
 def _stretch_of(fitted: Fitted, data: Data, compute: Compute, stretch: range) -> Generator[dict[str, Tensor]]:
     task = _in_precision(fitted.task, compute)
-    scores = fitted.scores_of_rows(data, stretch, compute)
+    scores = None if fitted.is_loss else fitted.scores_of_rows(data, stretch, compute)
     with task.session():
         for batch in data.batches(stretch, digests=True):
             values = task.place(batch.values)
             losses, outputs = _losses_and_outputs(task, values)
             check_losses(losses, batch.rows, task=task, batch=values)
-            found = {"loss": losses, "self_influence": scores[batch.rows - stretch.start]}
+            found = {"loss": losses, "self_influence": losses if scores is None else scores[batch.rows - stretch.start]}
             found |= _classes(task, values, outputs) if task.has_labels else {}
             yield {name: tensor.detach().cpu() for name, tensor in found.items()} | _digest(batch)
 

@@ -21,6 +21,7 @@ from eigentrace.errors import (
     UnsupportedError,
 )
 from eigentrace.numeric.seeding import generator_of
+from eigentrace.settings import counted
 from eigentrace.task.company import SAME_TOL, CompanyCheck, check_company, precision_of
 from eigentrace.task.derivatives import backward, gradient
 from eigentrace.task.identity import LossFingerprint, another_loss
@@ -152,7 +153,7 @@ def check_losses(
         bad = rows[~finite]
         label = None if task is None else _wrong_label(task, batch, int(finite.argmin()))
         raise NumericalError(
-            f"The {what} is not finite for {len(bad)} examples of a batch (first: row {bad[0]}). "
+            f"The {what} is not finite for {counted(len(bad), 'example')} of a batch (first: row {bad[0]}). "
             + (
                 label
                 or "Check the inputs and labels of that row, and that the model was loaded with its trained weights."
