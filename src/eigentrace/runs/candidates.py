@@ -15,7 +15,7 @@ from eigentrace.fits.fitted import Normalize
 from eigentrace.numeric.top_k import Ranked, Scale, search
 from eigentrace.store.reader import RunReader
 
-MayAnswer = Callable[[int, int], Tensor | None] | None
+Eligible = Callable[[int, int], Tensor | None] | None
 """Returns for (first row, n) a mask (Q, n) of the rows eligible for each query; None, or returning None, for all."""
 
 # Assumed cosine between the tails of two gradients when candidates are selected. Measured ones spread by .05 to .2.
@@ -24,7 +24,7 @@ _LEAST = 1e-30  # prevents division by zero: an example without a gradient gets 
 
 
 @dataclass(frozen=True)
-class Asked:
+class Queries:
     """Queries, with their features, labels and digests where available."""
 
     count: int
@@ -37,18 +37,20 @@ class Asked:
     self_influence: np.ndarray | None
 
 
-def by_features(run: RunReader, asked: Asked, k: int, allowed: MayAnswer, normalize: Normalize, device: Any) -> Ranked:
+def by_features(
+    run: RunReader, queries: Queries, k: int, allowed: Eligible, normalize: Normalize, device: Any
+) -> Ranked:
     """Return the top k examples of each query, scored by stored features only.
 
     If the features lack the tail, gradients are normalised without it too: by their length, or their length in the
     metric, within the kept directions.
     """
-    phi: Tensor = asked.features  # type: ignore[assignment]
+    phi: Tensor = queries.features  # type: ignore[assignment]
     weighted = phi.double() * run.weights
     if normalize is None:
         return search(run.feature_chunks(), weighted.float(), k, allowed=allowed, device=device)
     if run.holds_everything:
-        of_queries, scale = _whole_sizes(run, asked, normalize)
+        of_queries, scale = _whole_sizes(run, queries, normalize)
         weighted = weighted / of_queries
         return search(run.feature_chunks(), weighted.float(), k, allowed=allowed, scale=scale, device=device)
     metric = run.weights if normalize == "metric" else torch.ones_like(run.weights)
@@ -81,7 +83,7 @@ class _Passing:
 
 
 def candidates(
-    run: RunReader, asked: Asked, half: int, allowed: MayAnswer, normalize: Normalize, device: Any
+    run: RunReader, queries: Queries, half: int, allowed: Eligible, normalize: Normalize, device: Any
 ) -> Tensor:  # (Q, 2·half), -1 where there are fewer
     """Return the rows of `half` candidate proponents and `half` candidate opponents per query, to be rescored.
 
@@ -90,10 +92,10 @@ def candidates(
     tails would be missed, and with all of it they would dominate.
     """
     if run.holds_everything:
-        found = by_features(run, asked, half, allowed, normalize, device)
+        found = by_features(run, queries, half, allowed, normalize, device)
         return torch.cat([found.proponents, found.opponents], dim=1)
-    phi: Tensor = asked.features  # type: ignore[assignment]
-    of_queries = torch.from_numpy(asked.self_influence)
+    phi: Tensor = queries.features  # type: ignore[assignment]
+    of_queries = torch.from_numpy(queries.self_influence)
 
     def unheld(features: Tensor, whole: Tensor) -> Tensor:  # (n, K), (n,) -> (n, 1)
         return (whole.double() - _squares(features, run.weights)).clamp_min(0).sqrt()[:, None]
@@ -107,7 +109,7 @@ def candidates(
     tail, scale = _ALIKE * unheld(phi, of_queries), None
     questions = torch.cat([torch.cat([sign * weighted, tail], dim=1) for sign in (1, -1)])
     if normalize is not None:
-        sizes, scale = _whole_sizes(run, asked, normalize)
+        sizes, scale = _whole_sizes(run, queries, normalize)
         questions = questions / sizes.repeat(2, 1)
 
     def twice(first: int, count: int) -> Tensor | None:
@@ -115,15 +117,15 @@ def candidates(
         return None if may is None else may.repeat(2, 1)
 
     found = search(chunks(), questions.float(), half, allowed=twice, scale=scale, device=device, both=False)
-    return torch.cat(found.proponents.split(asked.count), dim=1)
+    return torch.cat(found.proponents.split(queries.count), dim=1)
 
 
-def _whole_sizes(run: RunReader, asked: Asked, normalize: Normalize) -> tuple[Tensor, Scale]:  # (Q, 1)
+def _whole_sizes(run: RunReader, queries: Queries, normalize: Normalize) -> tuple[Tensor, Scale]:  # (Q, 1)
     """Return the norms that scores are divided by, tail included: of queries, and a function for examples."""
     if normalize == "gradient":
-        of_queries = torch.from_numpy(asked.square_norms)
+        of_queries = torch.from_numpy(queries.square_norms)
         return _root(of_queries)[:, None], lambda first, count: _lengths(run, first, count)
-    of_queries = torch.from_numpy(asked.self_influence)
+    of_queries = torch.from_numpy(queries.self_influence)
     return _root(of_queries)[:, None], lambda first, count: _root(_column(run, "self_influence", first, count))
 
 

@@ -15,7 +15,7 @@ from eigentrace.errors import InputError, UnsupportedError
 from eigentrace.fits.fitted import Fitted, Normalize
 from eigentrace.numeric.top_k import Ranked, merged
 from eigentrace.projection.engine import Compute
-from eigentrace.runs.candidates import Asked, MayAnswer, by_features, candidates
+from eigentrace.runs.candidates import Eligible, Queries, by_features, candidates
 from eigentrace.settings import check_counts, counted
 from eigentrace.store.columns import DIGEST, FEATURES
 from eigentrace.store.reader import RunReader
@@ -158,7 +158,7 @@ def explain(
     how, listed = EXACT, None
     if model is None:
         ranked, how = by_features(run, asked, k, allowed, normalize, device), _how(run)
-    elif not run.num_features or _most_answers(run, chosen, few) <= few:
+    elif not run.num_features or _most_eligible(run, chosen, few) <= few:
         ranked = _by_gradients(model, asked, k, allowed)
     else:
         lists = candidates(run, asked, -(-count // 2), allowed, normalize, device)
@@ -179,7 +179,7 @@ def _check(k: int, shortlist: int | None, normalize: Normalize, exclude: Exclude
         raise InputError(f"exclude must be None, 'self' or 'duplicates', got {exclude!r}.")
 
 
-def _asked(run: RunReader, queries: Any, fitted: Fitted | None, data: Data | None) -> Asked:
+def _asked(run: RunReader, queries: Any, fitted: Fitted | None, data: Data | None) -> Queries:
     if isinstance(queries, Integral) or _are_rows(queries):
         return _asked_rows(run, np.atleast_1d(np.asarray(queries, dtype=np.int64)), data)
     if fitted is None:
@@ -189,7 +189,7 @@ def _asked(run: RunReader, queries: Any, fitted: Fitted | None, data: Data | Non
         )
     given = as_data(queries)
     found = measured(fitted, given, Compute(precision=run.manifest["compute"]["precision"]))
-    return Asked(len(given), None, found.get(FEATURES), given, *(_numpy(found, name) for name in _KNOWN))
+    return Queries(len(given), None, found.get(FEATURES), given, *(_numpy(found, name) for name in _KNOWN))
 
 
 _KNOWN = ("label", DIGEST, "square_norm", "self_influence")
@@ -205,13 +205,13 @@ def _are_rows(queries: Any) -> bool:
     return isinstance(queries, Sequence) and len(queries) > 0 and all(isinstance(q, Integral) for q in queries)
 
 
-def _asked_rows(run: RunReader, rows: np.ndarray, data: Data | None) -> Asked:
+def _asked_rows(run: RunReader, rows: np.ndarray, data: Data | None) -> Queries:
     def known(name: str) -> np.ndarray | None:
         return run.column(name, rows) if name in run.columns else None
 
     own = known("self_influence")  # raises InputError for rows that are not in the run
     norms = known("gradient_norm")
-    return Asked(
+    return Queries(
         count=len(rows),
         rows=rows,
         features=run.features_of(rows) if run.num_features else None,
@@ -295,7 +295,7 @@ def _how(run: RunReader) -> str:
     return STORED if run.manifest["method"].get("cut", {}).get("stored") else EXACT
 
 
-def _most_answers(run: RunReader, allowed: MayAnswer, enough: int) -> int:
+def _most_eligible(run: RunReader, allowed: Eligible, enough: int) -> int:
     """Return the largest number of eligible examples of any query; not counted if there are at most `enough` rows."""
     if allowed is None or run.num_rows <= enough:
         return run.num_rows
@@ -307,7 +307,7 @@ def _most_answers(run: RunReader, allowed: MayAnswer, enough: int) -> int:
     return int(torch.as_tensor(counts).max())
 
 
-def _allowed(run: RunReader, asked: Asked, classes: Tensor | None, exclude: Exclude) -> MayAnswer:
+def _allowed(run: RunReader, asked: Queries, classes: Tensor | None, exclude: Exclude) -> Eligible:
     """Return the function that masks the examples eligible for each query; it reads labels and digests on demand."""
     own = None if asked.rows is None or exclude is None else asked.rows
     digests = None
@@ -340,7 +340,7 @@ def _allowed(run: RunReader, asked: Asked, classes: Tensor | None, exclude: Excl
 
 
 def _classes(
-    run: RunReader, asked: Asked, fitted: Fitted | None, same_label: bool, top_labels: int | None
+    run: RunReader, asked: Queries, fitted: Fitted | None, same_label: bool, top_labels: int | None
 ) -> Tensor | None:  # (Q, c)
     """Return the classes whose examples are eligible for each query; None if all are."""
     if not same_label and top_labels is None:
@@ -364,14 +364,14 @@ def _classes(
     return torch.cat(found)[_places(asked)]
 
 
-def _places(asked: Asked) -> Tensor:  # (Q,)
+def _places(asked: Queries) -> Tensor:  # (Q,)
     """Return the position of each query in `asked.data`, in which the queries' rows are sorted and unique."""
     if asked.rows is None:
         return torch.arange(asked.count)
     return torch.from_numpy(np.unique(asked.rows, return_inverse=True)[1])
 
 
-def _rescored(model: _Model, asked: Asked, lists: Tensor, k: int) -> Ranked:
+def _rescored(model: _Model, asked: Queries, lists: Tensor, k: int) -> Ranked:
     """Rank each query's own shortlist by exact scores."""
     lists = lists.sort(dim=1).values
     lists[:, 1:] = lists[:, 1:].masked_fill(lists[:, 1:] == lists[:, :-1], -1)
@@ -389,7 +389,7 @@ def _rescored(model: _Model, asked: Asked, lists: Tensor, k: int) -> Ranked:
     return merged(scores, lists, k)
 
 
-def _by_gradients(model: _Model, asked: Asked, k: int, allowed: MayAnswer) -> Ranked:
+def _by_gradients(model: _Model, asked: Queries, k: int, allowed: Eligible) -> Ranked:
     """Rank all eligible examples by exact scores, computed for one range of rows at a time."""
     places, step, total = _places(asked), max(1, _SCORES // asked.count), len(model.data)
     nobody = torch.full((asked.count, k), -1), torch.full((asked.count, k), torch.nan, dtype=torch.float64)
