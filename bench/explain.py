@@ -2,7 +2,7 @@
 
 python -m bench.explain            # 6,000 digits, minutes on a CPU
 python -m bench.explain --small    # 400 digits, to see that all runs
-python -m bench.explain --rows 1000000,10000000    # the time and memory of one question to runs of drawn numbers
+python -m bench.explain --rows 1000000,300000x1024 # the time and memory of one question to runs of drawn numbers
 python -m bench.explain --rows 10000000 --checkout OTHER --called "before"    # by another version of the package
 """
 
@@ -23,6 +23,7 @@ from bench.page import write_page
 from bench.peers.networks import Recipe, logits_of, mlp, seeded, train
 from bench.question import ask_runs, question_tables
 from bench.search import same_rows
+from bench.serve import FEATURES
 from eigentrace.demo.digits import load_digits
 from harness.command import carried_out, positive, result_options, say, start
 from harness.measure import Cell, Run, attempt, with_seconds
@@ -132,7 +133,9 @@ def _machine(problems: dict[str, Record]) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.explain", description="Whom explanations name.")
     parser.add_argument("--queries", type=positive, default=25, help="number of misclassified digits to explain")
-    parser.add_argument("--rows", type=_sizes, help="instead, explain one row of runs of these sizes")
+    parser.add_argument(
+        "--rows", type=_sizes, help="instead, explain one row of runs of these sizes, ROWS or ROWSxFEATURES"
+    )
     parser.add_argument("--checkout", type=Path, help="with --rows: the clone whose package is measured")
     parser.add_argument("--cache", type=Path, help="with --rows: folder for the runs; default: a temporary folder")
     parser.add_argument("--called", default="this version", help="with --rows: its name in the tables")
@@ -143,8 +146,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _sizes(text: str) -> list[int]:
-    return [positive(part) for part in text.split(",")]
+def _sizes(text: str) -> list[tuple[int, int]]:
+    """Parse numbers of rows, each with an optional number of features."""
+    sizes = (part.partition("x") for part in text.split(","))
+    return [(positive(rows), positive(features) if times else FEATURES) for rows, times, features in sizes]
 
 
 if __name__ == "__main__":

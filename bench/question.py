@@ -80,17 +80,17 @@ def ask_runs(run: Run, path: Path, settings: argparse.Namespace) -> int:
     """Explain a row of runs of several sizes; return the number of failures."""
     failures = 0
     source = Path(__file__).parent.parent if settings.checkout is None else settings.checkout.resolve()
-    for rows in settings.rows:
-        facts = {"title": f"{rows:,}", "settings": {"rows": rows, "features": FEATURES}}
-        recorder = Recorder(run, path, f"rows/{rows}", facts)
+    for rows, features in settings.rows:
+        facts = {"title": f"{rows:,} × {features:,}", "settings": {"rows": rows, "features": features}}
+        recorder = Recorder(run, path, f"rows/{rows}" + ("" if features == FEATURES else f"x{features}"), facts)
         with tempfile.TemporaryDirectory(prefix="bench-explain-", dir=settings.cache) as place:
             folder = Folder(Path(place) / "run")
             ids = pa.array(f"id-{row:09d}" for row in range(rows))
-            write_scores(folder, rows, pa.table({"id": ids}), Path(place) / "none.parquet")
+            write_scores(folder, rows, pa.table({"id": ids}), Path(place) / "none.parquet", features)
             for name, options in QUESTIONS.items():
                 cell = recorder.add(f"{settings.called}/{name}", attempt(partial(_asked, folder.path, options, source)))
                 failures += "failed" in cell
-                say(f"{rows:12,} rows, {name:16} {cell.get('failed') or _line(cell)}")
+                say(f"{facts['title']:>18}, {name:16} {cell.get('failed') or _line(cell)}")
     return failures
 
 
@@ -122,7 +122,7 @@ def question_tables(problems: dict[str, Record], notes: Notes) -> list[str]:
         "",
         "### One question to a large run",
         "",
-        f"One row of a run of drawn numbers, {FEATURES} features each, with ids and classes, asked by stored features "
+        "One row of a run of drawn numbers, rows × features, with ids and classes, asked by stored features "
         "for its 10 strongest on either side (`explain(row, 10)`, the run opened anew each time), in a process of its "
         "own. The search is the same product and top 10 over the same features, without anything around it. "
         "Milliseconds are the least of seven, the two in turns, with the files in the system's cache; what the "
@@ -130,7 +130,16 @@ def question_tables(problems: dict[str, Record], notes: Notes) -> list[str]:
         f"held beyond what it began with, files that it maps not counted. Goal: {_GOAL}.",
         "",
     ]
-    headings = ["rows", "version", "restricted to", "question, ms", "search, ms", "beside it, ms", "MiB", "search, MiB"]
+    headings = [
+        "rows × features",
+        "version",
+        "restricted to",
+        "question, ms",
+        "search, ms",
+        "beside it, ms",
+        "MiB",
+        "search, MiB",
+    ]
     rows = []
     for record in problems.values():
         for name, cell in record["cells"].items():

@@ -35,7 +35,7 @@ from harness.record import Notes, Record, Recorder, judged, shown, table
 
 ROWS, SMALL_ROWS = 1_000_000, 5_000
 FEATURES, CLASSES, SOURCES = 32, 10, 12
-_SHARD = 250_000
+_SHARD, _SHARD_NUMBERS = 250_000, 2**26
 _WORDS = np.array(
     ["the", "a", "cat", "dog", "bird", "sat", "ran", "flew", "on", "under", "over", "mat", "tree", "house"]
 )
@@ -102,19 +102,20 @@ def make_run(path: Path, rows: int) -> Path:
     return path
 
 
-def write_scores(folder: Folder, rows: int, columns: pa.Table, texts: Path) -> None:
+def write_scores(folder: Folder, rows: int, columns: pa.Table, texts: Path, features: int = FEATURES) -> None:
     """Write the manifest of a run, and shards with random numbers."""
-    folder.begin(_manifest(rows, texts), torch.ones(FEATURES, dtype=torch.float64), columns)
-    for first in range(0, rows, _SHARD):
-        folder.record.add(first, _shard(min(_SHARD, rows - first), torch.Generator().manual_seed(first)))
+    folder.begin(_manifest(rows, texts, features), torch.ones(features, dtype=torch.float64), columns)
+    shard = min(_SHARD, _SHARD_NUMBERS // features)
+    for first in range(0, rows, shard):
+        folder.record.add(first, _shard(min(shard, rows - first), features, torch.Generator().manual_seed(first)))
 
 
-def _shard(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _shard(rows: int, features: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     loss = torch.rand(rows, generator=generator).log().neg()
     labels = torch.randint(0, CLASSES, (rows,), generator=generator)
     wrong = torch.rand(rows, generator=generator) < 0.1
     return {
-        "features": torch.randn(rows, FEATURES, generator=generator),
+        "features": torch.randn(rows, features, generator=generator),
         "loss": loss,
         "square_norm": loss.square() + 0.01,
         "self_influence": (loss * torch.randn(rows, generator=generator).exp()).square(),
@@ -125,7 +126,7 @@ def _shard(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     }
 
 
-def _manifest(rows: int, texts: Path) -> dict[str, Any]:
+def _manifest(rows: int, texts: Path, features: int) -> dict[str, Any]:
     asked = {"model": str(texts.parent), "dataset": str(texts), "task": "causal-lm"}
     return {
         "kind": "run",
@@ -139,7 +140,7 @@ def _manifest(rows: int, texts: Path) -> dict[str, Any]:
         "has_curvature": True,
         "data": {"rows": rows, "fingerprint": "0"},
         "compute": {"engine": "auto", "precision": "fp32", "compile": False, "batch": 1},
-        "features": {"count": FEATURES, "type": "fp32", "hold": "everything"},
+        "features": {"count": features, "type": "fp32", "hold": "everything"},
         "how": {"input": asked | {"resolved": {}}, "fit": {}, "score": {}},
     }
 
