@@ -12,6 +12,8 @@ from eigentrace.settings import counted
 
 _WIDEST = 48
 _SHARES = (0.05, 0.5, 0.95, 0.99)
+# Calibrations below this are not worth a line: they are estimates.
+_NOTICEABLE = 1.1
 _UNITS = {
     None: "",
     "nats": " in nats: by how much the loss would rise without the example",
@@ -67,7 +69,7 @@ def show_run(run: Run, path: Path) -> str:
         lines.append(f"the model predicts the given label of {agree:.1%} of the examples")
     ranking = run.self_influence()
     spread = ", ".join(f"{ranking.quantile(q):.4g} ({q:.0%})" for q in _SHARES)
-    lines += [f"quantiles of self-influence: {spread}", "", "highest self-influence"]
+    lines += [f"quantiles of self-influence: {spread}", *_calibration(run), "", "highest self-influence"]
     top, names = ranking.top(10), classes_of(run)
     columns: dict[str, Any] = {"row": top.rows}
     columns |= {} if top.ids is None else {"id": top.ids}
@@ -83,12 +85,20 @@ def show_explanation(found: Explanation, run: Run, rows: Sequence[int]) -> str:
     """Show the proponents and opponents of every query."""
     classes = classes_of(run)
     exact = "" if found.how in (EXACT, RESCORED) else "; --exact loads the model"
-    lines = [f"Scores{_UNITS[found.unit]} ({found.told}{exact})"]
+    lines = [f"Scores{_UNITS[found.unit]} ({found.told}{exact})", *(_calibration(run) if found.unit == "nats" else [])]
     for query in range(len(found.proponents.rows)):
         name = _about(run, rows[query], classes) if rows else f"query {query}"
         for title, side in (("Proponents", found.proponents), ("Opponents", found.opponents)):
             lines += ["", f"{title} of {name}", _show_side(side, query, classes)]
     return "\n".join(lines)
+
+
+def _calibration(run: Run) -> list[str]:
+    """Say by which factor scores in nats are too small, if that was measured and they are."""
+    ratio = run.reader.calibration
+    if ratio is None or ratio < _NOTICEABLE:
+        return []
+    return [f"scores in nats are too small by a factor of about {ratio:.2g}, by the measured curvature (docs/tail.md)"]
 
 
 def _about(run: Run, row: int, classes: Sequence[str] | None) -> str:

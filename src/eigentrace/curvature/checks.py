@@ -36,9 +36,7 @@ _WRONG = 0.05
 def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvature:
     """Choose how to differentiate H, and check that products are repeatable and match finite differences."""
     _check_sample(curvature)
-    batches = curvature.batches()
-    batch = next(batches)
-    batches.close()  # type: ignore[attr-defined]
+    batch = curvature.first_batch()
     curvature = replace(curvature, form=working_form(curvature, batch))
     layout = curvature.task.layout
     v = torch.randn(layout.numel, generator=generator, dtype=layout.dtype, device="cpu").to(layout.device)

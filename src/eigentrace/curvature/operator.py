@@ -87,6 +87,13 @@ class Curvature:
             room -= sum(tensor.nbytes for tensor in tensors_of(values))
             yield self.task.place(values) if room >= 0 else values
 
+    def first_batch(self) -> Any:
+        """Return the first micro-batch."""
+        batches = self.batches()
+        batch = next(batches)
+        batches.close()  # type: ignore[attr-defined]
+        return batch
+
     def matvec(self, v: Tensor) -> Tensor:  # (P,) -> (P,)
         """Return H·v; products are summed over examples and divided once, so batch sizes may differ."""
         return self._accumulate(v, self._one)
@@ -169,9 +176,7 @@ def compiling_pays(curvature: Curvature, steps: int) -> bool:
     device = curvature.task.layout.device
     if device.type != "cuda":
         return False
-    batches = curvature.batches()
-    batch = next(batches)
-    batches.close()  # type: ignore[attr-defined]
+    batch = curvature.first_batch()
     v = torch.ones_like(curvature.task.vector)
     torch.cuda.synchronize(device)
     start = time.perf_counter()

@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Any, Literal
 
 from eigentrace.errors import InputError
-from eigentrace.settings import check_counts
+from eigentrace.settings import check_counts, plain
 
 Tail = float | Literal["auto", "shaped"] | None
 
@@ -28,6 +28,8 @@ class Cut:
     """Whether to score by features alone, with the tail restricted to the stored coordinates."""
     coordinates: int | None = None
     """Number of available coordinates to use; all if None."""
+    is_complete: bool = False
+    """Whether the eigenpairs of the fit span the whole parameter space, all with positive eigenvalues."""
 
     def __post_init__(self) -> None:
         check_counts(1, keep=self.keep)
@@ -43,6 +45,15 @@ class Cut:
             )
         if self.tail is not None and self.tail not in ("auto", "shaped"):
             _check_delta(self.tail, "tail")
+
+    def uses_all(self, available: int) -> bool:
+        """Return whether no direction is left for the tail, if the cut selects from `available` eigenpairs."""
+        return self.is_complete and self.keep >= available
+
+    def record(self) -> dict[str, Any]:
+        """Return the cut as JSON values; what earlier versions did not have is only recorded if it applies."""
+        found = {name: plain(value) for name, value in vars(self).items()}
+        return found if self.is_complete else {name: value for name, value in found.items() if name != "is_complete"}
 
 
 def _check_delta(delta: Any, name: str) -> None:
@@ -61,11 +72,12 @@ def delta_of(cut: Cut, sizes: Sequence[float]) -> float | None:
     Args:
         cut: The cut.
         sizes: |λ| of all eigenpairs of the fit, descending. By default δ is the smallest one kept by the cut, but at
-            least a fixed share of the largest.
+            least a fixed share of the largest. If no direction is left for the tail, it is that share.
     """
     if cut.tail is None:
         return None
     delta = cut.delta if cut.tail == "shaped" else cut.tail
     if delta is None or delta == "auto":
-        return max(sizes[: cut.keep][-1], DELTA_FLOOR * sizes[0])
+        floor = DELTA_FLOOR * sizes[0]
+        return floor if cut.uses_all(len(sizes)) else max(sizes[: cut.keep][-1], floor)
     return float(delta)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eigentrace.data import as_data
 from eigentrace.errors import InputError, PrecisionWarning
+from eigentrace.fits.calibration import Calibration, GradientMoments
 from eigentrace.fits.cut import DELTA_FLOOR, Cut, Tail, delta_of
 from eigentrace.fits.fitted import Capabilities, checked_compute
 from eigentrace.fits.on_disk import cut_record, eigenpair_files, fit_manifest
@@ -20,7 +21,7 @@ from eigentrace.krylov.eigenpairs import Eigenpairs, Spectrum
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.projection.directions import DenseDirections, StackedDirections
 from eigentrace.projection.engine import Compute
-from eigentrace.settings import check_counts, counted, plain
+from eigentrace.settings import check_counts, counted
 from eigentrace.task.checks import check_loss_fingerprint
 from eigentrace.task.task import Task
 
@@ -39,6 +40,8 @@ class EigenFit(ProjectedFit):
     num_train: int
     coordinates: Coordinates | None = None
     """Represent the tail in stored features, and define a shaped tail; see `with_coordinates`."""
+    moments: GradientMoments | None = None
+    """Moments of gradients of the curvature sample, for `calibration`; None if not measured."""
     has_curvature: bool = True
     blocks: tuple[Block, ...] = field(init=False, repr=False)
 
@@ -72,7 +75,7 @@ class EigenFit(ProjectedFit):
 
     def record(self) -> dict[str, Any]:
         """Return the settings of the fit and of its cut."""
-        return dict(self.method) | {"cut": {name: plain(value) for name, value in vars(self.cut).items()}}
+        return dict(self.method) | {"cut": self.cut.record()}
 
     def _kept(self) -> Tensor:  # (k,)
         """Return the indices of the eigenpairs in use."""
@@ -103,8 +106,7 @@ class EigenFit(ProjectedFit):
 
     def _block(self) -> Block:
         """Return the block of weighted directions of the cut."""
-        eigenvalues, used, index = self.eigenpairs.spectrum.eigenvalues, self._used(), self._kept()
-        weights = weigh(eigenvalues, self.cut, None if used is None else used.residual(index))
+        used, index, weights = self._used(), self._kept(), self._weights()
         if not self.cut.stored:
             self._warn_if_delta_is_small(weights)
         directions, count = self.eigenpairs.directions, len(index)
@@ -118,6 +120,20 @@ class EigenFit(ProjectedFit):
         every = torch.cat([weights.direction, weights.coordinate])
         overlap = used.overlap[:, index].to(self.task.layout.device)
         return Block(StackedDirections((kept, used.directions)), every, weights.identity, overlap=overlap)
+
+    def _weights(self) -> Weights:
+        used = self._used()
+        energies = None if used is None else used.residual(self._kept())
+        return weigh(self.eigenpairs.spectrum.eigenvalues, self.cut, energies)
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """Mean self-influence under the measured curvature, relative to this fit; None if not measured."""
+        if self.moments is None:
+            return None
+        used = self._used()
+        energies = None if used is None else used.residual(self._kept())
+        return self.moments.calibration(self.eigenpairs.spectrum.eigenvalues, self._weights(), energies)
 
     def _used(self) -> Coordinates | None:
         """Return the coordinates that the cut uses; None if it uses none."""
@@ -223,4 +239,4 @@ class EigenFit(ProjectedFit):
         return fit_manifest(self) | cut_record(self.eigenpairs, self.cut, self.coordinates)
 
     def _files(self) -> dict[str, dict[str, Tensor]]:
-        return eigenpair_files(self.eigenpairs, self.coordinates)
+        return eigenpair_files(self.eigenpairs, self.coordinates, self.moments)

@@ -2,6 +2,7 @@
 
 EIGENPAIRS = "eigenpairs.safetensors"
 COORDINATES = "coordinates.safetensors"
+MOMENTS = "moments.safetensors"
 
 
 def block_file(number: int) -> str:

@@ -16,6 +16,8 @@ from eigentrace.disk.manifest import read_manifest, through_json, write_director
 from eigentrace.disk.room import check_room
 from eigentrace.disk.tensors import begins_with
 from eigentrace.errors import InputError, MismatchError, NumericalError, UnsupportedError
+from eigentrace.fits.calibration import Calibration
+from eigentrace.fits.file_names import MOMENTS
 from eigentrace.fits.reliability import Reliability
 from eigentrace.fits.weighted_directions import Term
 from eigentrace.krylov.eigenpairs import Spectrum
@@ -165,6 +167,11 @@ class Fitted(ABC):
         return None if found is None else Reliability(**found)
 
     @property
+    def calibration(self) -> Calibration | None:
+        """Mean self-influence under the measured curvature, relative to this fit; None if not measured."""
+        return None
+
+    @property
     def spectrum(self) -> Spectrum:
         """Eigenvalues and residual bounds of the directions in use, and the ending of the iteration."""
         self._require("spectrum")
@@ -248,8 +255,10 @@ class Fitted(ABC):
         if parts:
             return
         saved, own = read_manifest(path, "fit"), through_json(self.manifest())
+        # Scores do not depend on the moments, which earlier versions did not save.
+        files = {name: tensors for name, tensors in self.files().items() if name != MOMENTS}
         same = all(saved.get(key) == own.get(key) for key in ("fingerprint", "method", "cut", "num_train"))
-        if not same or not all(begins_with(path / name, tensors) for name, tensors in self.files().items()):
+        if not same or not all(begins_with(path / name, tensors) for name, tensors in files.items()):
             raise MismatchError(
                 f"{path} contains another fit (of another model, with other settings or on other examples) than the "
                 f"one passed. Score with the saved fit, eigentrace.load({str(path)!r}, task), or choose another "
@@ -312,8 +321,8 @@ class Fitted(ABC):
             raise InputError(f"unit must be None or 'nats', got {unit!r}.")
         if unit == "nats" and not self.has_curvature:
             raise UnsupportedError(
-                f"{self.method['name']} has no curvature, so its scores cannot be given in nats. Use "
-                "unit=None, or a method with curvature such as Arnoldi."
+                f"unit='nats' needs curvature, and {self.method['name']} has none: use unit=None, or a method with "
+                "curvature such as Arnoldi."
             )
         if normalize == "gradient":
             self._require("unit_gradients")

@@ -12,7 +12,7 @@ from eigentrace.fits.eigen_fit import EigenFit
 from eigentrace.fits.ensemble import ENSEMBLE, Ensemble
 from eigentrace.fits.file_names import member_folder, state_file
 from eigentrace.fits.fitted import Fitted
-from eigentrace.fits.on_disk import read_block, read_coordinates, read_eigenpairs
+from eigentrace.fits.on_disk import read_block, read_coordinates, read_eigenpairs, read_moments
 from eigentrace.fits.projected_fit import DirectionsFit, ProjectedFit
 from eigentrace.task.checkpoints import Checkpoint
 from eigentrace.task.identity import LossFingerprint
@@ -82,7 +82,9 @@ def _assemble(path: Path, manifest: dict[str, Any], task: Task) -> ProjectedFit:
     shared = {key: manifest[key] for key in ("method", "num_train", "has_curvature")}
     if "cut" in manifest:
         eigenpairs = read_eigenpairs(path, manifest, task.layout)
-        coordinates = read_coordinates(path, manifest, len(eigenpairs.spectrum.eigenvalues), task.layout)
-        return EigenFit(task, eigenpairs, Cut(**manifest["cut"]), **shared, coordinates=coordinates)
+        count = len(eigenpairs.spectrum.eigenvalues)
+        coordinates = read_coordinates(path, manifest, count, task.layout)
+        moments = read_moments(path, count)
+        return EigenFit(task, eigenpairs, Cut(**manifest["cut"]), **shared, coordinates=coordinates, moments=moments)
     blocks = [read_block(path, number, record, task.layout) for number, record in enumerate(manifest["blocks"])]
     return DirectionsFit(task, tuple(blocks), **shared)

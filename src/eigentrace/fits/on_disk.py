@@ -1,6 +1,5 @@
 """The files of a fit: eigenpairs with their cut and coordinates, or blocks of weighted directions."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,15 @@ from torch import Tensor
 
 from eigentrace.disk.tensors import read_tensors
 from eigentrace.errors import MismatchError, UnsupportedError
+from eigentrace.fits.calibration import GradientMoments
 from eigentrace.fits.cut import Cut
-from eigentrace.fits.file_names import COORDINATES, EIGENPAIRS, block_file
+from eigentrace.fits.file_names import COORDINATES, EIGENPAIRS, MOMENTS, block_file
 from eigentrace.fits.fitted import Fitted
 from eigentrace.fits.tail_coordinates import Coordinates
 from eigentrace.fits.weighted_directions import Block
 from eigentrace.krylov.eigenpairs import Eigenpairs, Spectrum
 from eigentrace.krylov.iterate import Ending
 from eigentrace.projection.directions import CoordinateDirections, DenseDirections, Directions
-from eigentrace.settings import plain
 from eigentrace.task.checkpoints import Checkpoint
 from eigentrace.task.layout import Layout
 from eigentrace.task.task import Task
@@ -62,18 +61,21 @@ def block_files(blocks: Sequence[Block], task: Task) -> dict[str, dict[str, Tens
 def cut_record(eigenpairs: Eigenpairs, cut: Cut, coordinates: Coordinates | None) -> dict[str, Any]:
     """Return the manifest entries of a cut, which is saved with all eigenpairs, not only those it uses."""
     spectrum = eigenpairs.spectrum
-    record: dict[str, Any] = {"cut": {key: plain(value) for key, value in dataclasses.asdict(cut).items()}}
+    record: dict[str, Any] = {"cut": cut.record()}
     record |= {"ending": spectrum.ending.name, "num_products": spectrum.num_products}
     return record if coordinates is None else record | {"coordinates": coordinates.count}
 
 
-def eigenpair_files(eigenpairs: Eigenpairs, coordinates: Coordinates | None) -> dict[str, dict[str, Tensor]]:
-    """Return the files of all eigenpairs of a fit, and of the coordinates of its tail if there are any."""
+def eigenpair_files(
+    eigenpairs: Eigenpairs, coordinates: Coordinates | None, moments: GradientMoments | None
+) -> dict[str, dict[str, Tensor]]:
+    """Return the files of all eigenpairs of a fit, and those of its coordinates and moments if there are any."""
     spectrum = eigenpairs.spectrum
     tensors = {"directions": eigenpairs.directions, "eigenvalues": spectrum.eigenvalues}
     if spectrum.residuals is not None:
         tensors["residuals"] = spectrum.residuals
-    return {EIGENPAIRS: tensors} | ({} if coordinates is None else {COORDINATES: coordinates.tensors()})
+    others = {COORDINATES: coordinates, MOMENTS: moments}
+    return {EIGENPAIRS: tensors} | {name: other.tensors() for name, other in others.items() if other is not None}
 
 
 def _tensors_of(directions: Directions) -> dict[str, Tensor]:
@@ -126,3 +128,10 @@ def read_coordinates(path: Path, manifest: dict[str, Any], num_directions: int, 
     if "coordinates" not in manifest:
         return None
     return Coordinates.of_tensors(read_tensors(path / COORDINATES), num_directions, layout)
+
+
+def read_moments(path: Path, num_directions: int) -> GradientMoments | None:
+    """Read the moments of gradients of a saved fit; earlier versions measured none."""
+    if not (path / MOMENTS).exists():
+        return None
+    return GradientMoments.of_tensors(read_tensors(path / MOMENTS), num_directions)

@@ -56,6 +56,7 @@ def weigh(eigenvalues: Tensor, cut: Cut, energies: Tensor | None = None) -> Weig
 
     A shaped tail has the weights 1/(E + δ) on the residual coordinates s, and 1/δ on the remainder. All of its terms
     are positive: with S⊥ = S(I − GᵀG) the last is (I − GᵀG)(I − SᵀS)(I − GᵀG)/δ. A stored cut leaves out the last term.
+    So does a cut that uses all directions there are, for which I − GᵀG = 0.
 
     Args:
         eigenvalues: All eigenvalues of the fit, by descending |λ|.
@@ -67,7 +68,7 @@ def weigh(eigenvalues: Tensor, cut: Cut, energies: Tensor | None = None) -> Weig
     delta = delta_of(cut, eigenvalues.abs().tolist())
     if delta is None:
         return Weights(index, 1 / values, 0.0, None)
-    beyond = 0.0 if cut.stored else 1 / delta
+    beyond = 0.0 if cut.stored or cut.uses_all(len(eigenvalues)) else 1 / delta
     direction = 1 / (values.clamp_min(0) + delta) - beyond
     if energies is None or not (cut.stored or cut.tail == "shaped"):
         return Weights(index, direction, beyond, delta)

@@ -59,6 +59,12 @@ class Eigenpairs:
         count, size = self.directions.shape
         return f"<Eigenpairs: {counted(count, 'direction')} of {counted(size, 'parameter')}, {self.spectrum!r}>"
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the eigenvectors span the whole parameter space, and all eigenvalues are positive."""
+        count, size = self.directions.shape
+        return count == size and bool((self.spectrum.eigenvalues > 0).all())
+
 
 def top_eigenpairs(krylov: Krylov, keep: int) -> Eigenpairs:
     """Return the `keep` Ritz pairs of largest |λ| (fewer if the matrix has a smaller rank).

@@ -11,21 +11,23 @@ import torch
 from torch import Tensor
 
 from eigentrace.curvature.checks import check_curvature
-from eigentrace.curvature.operator import Curvature, Kind, compiling_pays, resolve_kind
+from eigentrace.curvature.operator import Curvature, Kind, compiling_pays, resolve_kind, working_form
 from eigentrace.curvature.products import Precision
 from eigentrace.data import Data
 from eigentrace.errors import InputError
+from eigentrace.fits.calibration import GradientMoments, gradient_moments
 from eigentrace.fits.cut import Cut, Tail
 from eigentrace.fits.eigen_fit import EigenFit
 from eigentrace.fits.reliability import rank_agreement
 from eigentrace.fits.tail_coordinates import check_wanted
-from eigentrace.krylov.eigenpairs import top_eigenpairs, warn_unless_converged, warn_unless_convex
+from eigentrace.krylov.eigenpairs import Eigenpairs, top_eigenpairs, warn_unless_converged, warn_unless_convex
 from eigentrace.krylov.iterate import Krylov, arnoldi, finished, lanczos
 from eigentrace.krylov.plan import IterationPlan, check_disk, fitted_basis
 from eigentrace.krylov.resume import SavedIteration, begun_with, opened
 from eigentrace.krylov.vectors import Basis
 from eigentrace.methods.method import ready
 from eigentrace.numeric.seeding import generator_of
+from eigentrace.projection.directions import DenseDirections
 from eigentrace.settings import check_counts, settings_of, settings_repr
 from eigentrace.task.layout import normal
 from eigentrace.task.task import Task
@@ -121,15 +123,17 @@ class Arnoldi:
         planned = replace(self, basis=self._basis(task, data, resume))
         with task.session(), planned._opened(resume, task, data, size, generator) as saved:
             eigenpairs = top_eigenpairs(planned._krylov(task, data, generator, saved), self.keep)
+            moments = None if self.tail is None else self._moments(task, data, eigenpairs)
         warn_unless_converged(eigenpairs.spectrum)
         if resolve_kind(self.curvature, task) == "gauss-newton" and not self.spread:
             warn_unless_convex(eigenpairs.spectrum)
         wanted = SHAPED_COORDINATES if self.coordinates is None and self.tail == "shaped" else self.coordinates
-        cut = Cut(self.keep, self.tail if self.tail != "shaped" else "auto", self.positive_only)
+        tail = self.tail if self.tail != "shaped" else "auto"
+        cut = Cut(self.keep, tail, self.positive_only, is_complete=eigenpairs.is_complete)
         settings = settings_of(self) | {"basis": planned.basis.record()}
         if self.reliability:
             settings["agreement"] = asdict(rank_agreement(self, task, data))
-        fitted = EigenFit(task, eigenpairs, cut, settings, size)
+        fitted = EigenFit(task, eigenpairs, cut, settings, size, moments=moments)
         return fitted if wanted is None else fitted.with_coordinates(data, wanted).distill(tail=self.tail)
 
     def _basis(self, task: Task, data: Data, resume: str | Path | None) -> Basis:
@@ -187,6 +191,15 @@ class Arnoldi:
             matvec = _spread(curvature, int(self.sample or 0), generator)
             return arnoldi(matvec, start, self.steps, basis=self.basis, memory=saved)
         return lanczos(curvature.matvec, start, self.steps, basis=self.basis, memory=saved)
+
+    def _moments(self, task: Task, data: Data, eigenpairs: Eigenpairs) -> GradientMoments:
+        """Measure the gradients of the curvature sample, to calibrate scores in nats."""
+        rows = None if self.sample is None else data.sample(self.sample, generator_of(self.seed))
+        curvature = Curvature(task, data, rows, resolve_kind(self.curvature, task), self.precision)
+        curvature = replace(curvature, form=working_form(curvature, curvature.first_batch()))
+        sample = data if rows is None else data.take(rows)
+        directions = DenseDirections(eigenpairs.directions, task.layout)
+        return gradient_moments(task, sample, curvature.matvec, directions, self.steps, self.seed)
 
     def _curvature(self, task: Task, data: Data, generator: torch.Generator, saved: SavedIteration | None) -> Curvature:
         rows = None if self.sample is None else data.sample(self.sample, generator)

@@ -85,6 +85,7 @@ class Answers:
                     "method": manifest["method"]["name"],
                     "delta": reader.delta,
                     "reliability": reader.reliability,
+                    "calibration": reader.calibration,
                     "precision": manifest["compute"]["precision"],
                     "created": manifest["created"],
                     "versions": manifest["versions"],

@@ -165,6 +165,7 @@ def _manifest(
         "method": fitted.record(),
         "num_train": fitted.num_train,
         "has_curvature": fitted.has_curvature,
+        "calibration": None if fitted.calibration is None else fitted.calibration.ratio,
         "pairs": fitted.can.influence,
         "data": {"rows": len(data), "fingerprint": data.fingerprint()},
         "compute": pinned | {"batch": None if isinstance(compute.batch, str) else compute.batch},

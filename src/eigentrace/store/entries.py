@@ -20,6 +20,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "method.agreement.self_influence": (float, int, _NOTHING),
     "num_train": (int,),
     "has_curvature": (bool,),
+    "calibration": (float, int, _NOTHING),
     "pairs": (bool,),
     "data": (dict,),
     "data.rows": (int,),

@@ -304,3 +304,8 @@ class RunReader:
     def reliability(self) -> float | None:
         """Rank agreement of self-influence between two fits on halves of the curvature sample; None if not measured."""
         return (self.manifest["method"].get("agreement") or {}).get("self_influence")
+
+    @property
+    def calibration(self) -> float | None:
+        """Mean self-influence under the measured curvature, divided by that of the fit; None if not measured."""
+        return self.manifest.get("calibration")

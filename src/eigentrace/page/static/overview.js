@@ -47,7 +47,7 @@ export function showOverview(main) {
 }
 
 function facts(run) {
-  const { coverage, features, method, delta, reliability } = run.model;
+  const { coverage, features, method, delta, reliability, calibration } = run.model;
   const [, part, ofWhat] = /^(\S+%) of ([^(]*)/.exec(coverage ?? "") ?? [null, coverage || "–", "the parameters"];
   const all = [
     [count(run.rows), "training examples"],
@@ -58,6 +58,9 @@ function facts(run) {
     reliability === null || reliability === undefined
       ? null
       : [short(reliability), "reliability: rank agreement of two fits", reliability],
+    calibration === null || calibration === undefined
+      ? null
+      : [`× ${short(calibration)}`, "nats by the measured curvature, to those shown", calibration],
   ];
   return h(
     "dl",
