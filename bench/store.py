@@ -1,6 +1,6 @@
 """Measure a run on disk: writing, scanning and checking shards, exporting a table, and scoring a corpus end to end.
 
-python -m bench.store                     # 10M rows of 32 features, and 1M rows scored with a linear model
+python -m bench.store                     # 10M rows of 32 features; 1M rows scored; memory of scoring by rows and width
 python -m bench.store --rows 1000000 --features 128 --scored 100000
 python -m bench.store --small             # seconds, to see that all runs
 """
@@ -33,6 +33,8 @@ from harness.record import Notes, Record, Recorder, shown, table
 _CPU = torch.device("cpu")
 _SHARD = 250_000
 _INPUTS, _CLASSES, _DIRECTIONS, _BATCH, _DIGITS = 16, 4, 8, 4096, 2000
+# Sizes of the runs whose memory is compared: rows and features.
+_SIZES = [(25_000, 32), (100_000, 32), (400_000, 32), (25_000, 1024), (100_000, 1024)]
 STEPS = {
     "write": "write shards",
     "features": "read all features, chunk by chunk",
@@ -78,7 +80,16 @@ def _steps(base: Path, rows: int, width: int, scored: int) -> dict[str, tuple[Ca
         "score": (partial(_score, base / "y", scored), scored),
         "classes": (partial(_score_cnn, base / "classes", digits, with_classes=True), digits),
         "no classes": (partial(_score_cnn, base / "none", digits, with_classes=False), digits),
+        **{
+            _sized(size, features): (partial(_score_wide, base / f"{size}x{features}", size, features), size)
+            for size, features in _SIZES
+            if size <= scored
+        },
     }
+
+
+def _sized(rows: int, width: int) -> str:
+    return f"score {rows:,} × {width:,}"
 
 
 def _measured(recorder: Recorder, name: str, step: tuple[Callable[[], float], int]) -> bool:
@@ -94,7 +105,7 @@ def _measured(recorder: Recorder, name: str, step: tuple[Callable[[], float], in
     told = (
         cell.get("failed") or f"{cell['rows_per_second']:14,.0f} rows/s  {cell['peak_growth'] / 2**20:8,.0f} MiB more"
     )
-    say(f"{STEPS[name]:45} {told}")
+    say(f"{STEPS.get(name, name):45} {told}")
     return "failed" in cell
 
 
@@ -142,9 +153,9 @@ def _checked(folder: Folder) -> None:
 class _Lazy(Dataset):
     """A dataset of any length whose examples are generated on access."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, inputs: int = _INPUTS) -> None:
         self.size = size
-        self.inputs = torch.randn(4096, _INPUTS, generator=torch.Generator().manual_seed(2))
+        self.inputs = torch.randn(4096, inputs, generator=torch.Generator().manual_seed(2))
 
     def __len__(self) -> int:
         return self.size
@@ -158,6 +169,15 @@ def _score(out: Path, rows: int) -> float:
     task = et.classification(nn.Linear(_INPUTS, _CLASSES))
     data = et.Data(_Lazy(rows), batch_size=_BATCH)
     fitted = et.Arnoldi(steps=20, keep=_DIRECTIONS).fit(task, data.take(range(min(2048, rows))), num_train=rows)
+    return _clocked(partial(et.score, fitted, data, out))
+
+
+def _score_wide(out: Path, rows: int, width: int) -> float:
+    """Score a linear model of 1,028 parameters with random directions: features are most of what is stored."""
+    torch.manual_seed(3)
+    task = et.classification(nn.Linear(256, _CLASSES))
+    data = et.Data(_Lazy(rows, 256), batch_size=1000)
+    fitted = et.RandProj(keep=width).fit(task, data.take(range(1000)), num_train=rows)
     return _clocked(partial(et.score, fitted, data, out))
 
 
@@ -180,8 +200,9 @@ def render(out: Path, small: bool) -> None:
     about = (
         f"Shards of {_SHARD:,} rows with checksums, forced to the disk one by one. *Growth* is the most memory that a "
         "step held beyond what the process held before it, *peak* all that the process held, torch included. Scoring "
-        f"reads examples one by one, gives them digests, and takes {_DIRECTIONS} directions and a tail. *Load* is the "
-        "machine's load average before the measurement: 0 if nothing else runs."
+        f"reads examples one by one, gives them digests, and takes {_DIRECTIONS} directions and a tail; the last rows, "
+        "which show memory by rows and width, take random directions instead. *Load* is the machine's load average "
+        "before the measurement: 0 if nothing else runs."
     )
     write_page(out, "store", "Runs on disk", about, _machine, small=small)
 
@@ -189,12 +210,17 @@ def render(out: Path, small: bool) -> None:
 def _machine(problems: dict[str, Record]) -> list[str]:
     notes, lines = Notes(), []
     for record in problems.values():
-        for step, title in STEPS.items():
+        scored = {"score": record["settings"]["scored"]} | dict.fromkeys(("classes", "no classes"), _DIGITS)
+        steps = {step: (title, str(record["title"])) for step, title in STEPS.items()}
+        steps |= {step: (STEPS[step], f"{rows:,} × {_DIRECTIONS}") for step, rows in scored.items()}
+        steps |= {
+            _sized(rows, width): ("score a linear model, random directions", f"{rows:,} × {width:,}")
+            for rows, width in _SIZES
+        }
+        for step, (title, size) in steps.items():
             cell = record["cells"].get(step)
             if cell is None:
                 continue
-            scored = {"score": record["settings"]["scored"]} | dict.fromkeys(("classes", "no classes"), _DIGITS)
-            size = f"{scored[step]:,} × {_DIRECTIONS}" if step in scored else record["title"]
             mebi = {key: cell[key] / 2**20 for key in ("peak", "peak_growth") if key in cell}
             numbers = (("seconds", ",.2f"), ("rows_per_second", ",.0f"), ("peak_growth", ",.0f"), ("peak", ",.0f"))
             written = [shown(cell | mebi, key, pattern, notes) for key, pattern in (*numbers, ("load", ".1f"))]

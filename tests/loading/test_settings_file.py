@@ -119,7 +119,9 @@ def test_every_setting_of_the_fit_is_one_of_the_method():
     parts = {f"basis.{name}" for name in et.Basis.__dataclass_fields__}
     assert set(settable()) == set(et.Arnoldi.__dataclass_fields__) - {"basis"} | parts
     assert {name for name in method_names() if not settable(name)} == {"Loss", "Support"}
-    assert set(_KEYS["score"]) - {"shard_rows", "shard_seconds", "features"} == set(Compute.__dataclass_fields__)
+    assert set(_KEYS["score"]) - {"shard_rows", "shard_bytes", "shard_seconds", "features"} == set(
+        Compute.__dataclass_fields__
+    )
 
 
 def test_settings_of_a_setting_have_a_section_of_their_own(tmp_path):

@@ -132,13 +132,16 @@ def test_a_finished_run_is_opened_and_not_scored_again(run, fitted):
     assert np.array_equal(again.column("loss"), run.column("loss"))
 
 
-def test_shards_end_by_rows_or_by_work(fitted, tmp_path):
+def test_shards_end_by_rows_bytes_or_work(fitted, tmp_path):
     def stops(run):
         return [shard.stop for shard in run.reader.shards]
 
     assert stops(et.score(fitted, data(), tmp_path / "a", shard_rows=20)) == [24, 48, 60]
     assert stops(et.score(fitted, data(), tmp_path / "b", shard_seconds=0)) == [8, 16, 24, 32, 40, 48, 56, 60]
     assert stops(et.score(fitted, data(), tmp_path / "c")) == [60]
+    # A row takes 60 to 90 bytes: 6 features, a few columns and a digest.
+    assert stops(et.score(fitted, data(), tmp_path / "d", shard_bytes=400)) == [8, 16, 24, 32, 40, 48, 56, 60]
+    assert stops(et.score(fitted, data(), tmp_path / "e", shard_bytes=60 * 24)) == [24, 48, 60]
 
 
 REFUSED = {

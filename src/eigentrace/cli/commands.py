@@ -39,6 +39,9 @@ from eigentrace.store import Folder
 from eigentrace.store.check import check as look
 from eigentrace.store.columns import ID, TAKEN
 
+# Settings of scoring that are not those of `Compute`.
+_LIMITS = ("shard_rows", "shard_bytes", "shard_seconds", "features")
+
 
 def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], trust: bool, as_json: bool) -> None:
     """Fit into a new run, or resume an interrupted fit."""
@@ -97,7 +100,7 @@ def score(path: Path, given: Mapping[str, Any], device: str | None, trust: bool,
     if not folder.fit.exists() and request.UNSAVED not in how:
         raise InputError(f"{path} contains no finished fit. Run first: eigentrace fit {path}")
     asked = dict(how["score"]) | {name: value for name, value in given.items() if value is not None}
-    limits = {name: asked.pop(name) for name in ("shard_rows", "shard_seconds", "features") if name in asked}
+    limits = {name: asked.pop(name) for name in _LIMITS if name in asked}
     compute = Compute(**asked)
     inputs = request.load_inputs(how, path, device, trust=trust)
     how = request.with_data_hashes(how, inputs, path) if "data" in how else how

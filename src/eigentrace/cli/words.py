@@ -148,6 +148,7 @@ def score(
     precision: Annotated[str | None, _option("Precision of gradients and their projections: fp32 or bf16.")] = None,
     features: Annotated[str | None, _option("Dtype of the stored features: fp32 or fp16.")] = None,
     shard_rows: Annotated[int | None, _option("Maximum number of rows per shard (250000).")] = None,
+    shard_bytes: Annotated[int | None, _option("Maximum size of a shard in bytes (64000000).")] = None,
     shard_seconds: Annotated[float | None, _option("Write a shard at least every so many seconds (60).")] = None,
     device: Annotated[str | None, _option("Device of the model, if not that of the fit.")] = None,
     trust: _Trust = False,
@@ -158,9 +159,9 @@ def score(
     After an interruption, the same command resumes scoring.
     """
     given = {"batch": batch, "precision": precision}
-    limits = {"features": features, "shard_rows": shard_rows, "shard_seconds": shard_seconds}
+    limits = {"shard_rows": shard_rows, "shard_bytes": shard_bytes, "shard_seconds": shard_seconds}
     with _resumable():
-        _commands().score(run, given | limits, device, trust, json)
+        _commands().score(run, given | limits | {"features": features}, device, trust, json)
 
 
 def explain(

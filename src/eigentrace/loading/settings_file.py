@@ -27,7 +27,9 @@ _OF_TASK = ("params", "l2")
 _KEYS = {
     "input": ("function", "args", *_FOLDER),
     "fit": ("method", *_OF_TASK),  # and the settings of the method
-    "score": ("shard_rows", "shard_seconds", "features", "batch", "precision", "engine", "memory", "compile"),
+    "score": (
+        "shard_rows", "shard_bytes", "shard_seconds", "features", "batch", "precision", "engine", "memory", "compile",
+    ),
 }  # fmt: skip
 # IN_RUN is the placeholder for the run's directory at the beginning of a function's argument. RUN is the key of that
 # directory among the resolved paths, used if the record is read without the run.

@@ -35,6 +35,7 @@ def score(
     out: str | Path,
     *,
     shard_rows: int = 250_000,
+    shard_bytes: int = 64_000_000,
     shard_seconds: float = 60.0,
     features: Stored = "fp32",
     columns: Any = None,
@@ -50,7 +51,8 @@ def score(
         fitted: The fit. Pass `fitted.stored(data)` to store features that approximate the tail, too.
         data: The training examples, in any form that `fit` accepts.
         out: The run's directory: a new one, or that of a run created with the same model, fit and data.
-        shard_rows: Maximum number of examples in a shard.
+        shard_rows: Maximum number of examples in a shard, to within a batch.
+        shard_bytes: Maximum size of a shard, to within a batch. Scoring holds a shard in memory until it is written.
         shard_seconds: Maximum time in seconds until a shard is written. A killed process loses at most one shard.
         features: The type in which features are stored. In "fp16", each example has its own scale.
         columns: Additional columns, such as an annotator or a source to group by: a mapping of names to arrays, or a
@@ -58,7 +60,7 @@ def score(
         compute: Engine, precision and batch size. A run can only be resumed with the same ones.
         how: Any JSON-serialisable mapping, stored in the manifest.
     """
-    check_counts(1, shard_rows=shard_rows)
+    check_counts(1, shard_rows=shard_rows, shard_bytes=shard_bytes)
     check_not_negative(shard_seconds=shard_seconds)
     if features not in ("fp32", "fp16"):
         raise InputError(f"features must be 'fp32' or 'fp16', got {features!r}.")
@@ -79,7 +81,7 @@ def score(
         if folder.exists:
             folder.check_same(manifest, table)
             check_begun(folder, data, fitted.task)
-        limits = Limits(shard_rows, shard_seconds, features, _columns(folder, manifest["columns"]))
+        limits = Limits(shard_rows, shard_bytes, shard_seconds, features, _columns(folder, manifest["columns"]))
         _keep_fit(folder, fitted, data, compute)
         if not folder.exists:
             folder.begin(manifest, weights_of(fitted.terms()), table)

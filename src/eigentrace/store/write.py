@@ -191,9 +191,10 @@ def _classes(task: Task, values: Any, outputs: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a shard in rows and seconds, the columns to write, and the type of its features."""
+    """The limits of a shard in rows, bytes and seconds, the columns to write, and the type of its features."""
 
     rows: int
+    bytes: int
     seconds: float
     features: Stored
     columns: tuple[ScoredColumn, ...]
@@ -207,18 +208,22 @@ class _Open:
     began: float = field(default_factory=time.monotonic)
     parts: list[dict[str, Tensor]] = field(default_factory=list)
     rows: int = 0
+    bytes: int = 0
 
     def add(self, part: dict[str, Tensor]) -> None:
         self.parts.append(part)
         self.rows += len(next(iter(part.values())))
+        self.bytes += sum(tensor.nbytes for tensor in part.values())
 
     def is_full(self, limits: Limits) -> bool:
-        return self.rows >= limits.rows or time.monotonic() - self.began >= limits.seconds
+        is_long = self.rows >= limits.rows or self.bytes >= limits.bytes
+        return is_long or time.monotonic() - self.began >= limits.seconds
 
     def close(self, folder: Folder) -> None:
         # Batches without digests lack that tensor: the shard then stores none.
         names = [name for name in self.parts[0] if all(name in part for part in self.parts)]
-        folder.record.add(self.start, {name: torch.cat([part[name] for part in self.parts]) for name in names})
+        # Parts are dropped as they are joined, so that two copies of the largest tensor are in memory, and no third.
+        folder.record.add(self.start, {name: torch.cat([part.pop(name) for part in self.parts]) for name in names})
 
 
 def fill(folder: Folder, fitted: Fitted, data: Data, rows: range, compute: Compute, limits: Limits) -> None:
