@@ -14,8 +14,9 @@ from eigentrace.page.app import make_app
 TOKEN = "a-token-for-tests-only"
 HEADERS = {"X-Token": TOKEN}
 STARTING = (
-    "import sys; from eigentrace.page.server import run_server; "
-    "run_server(sys.argv[1], port=0, token=sys.argv[2], on_start=lambda place: print(place.url, flush=True))"
+    "import json, sys; from eigentrace.page.server import run_server; "
+    "run_server(sys.argv[1], port=0, token=sys.argv[2], **json.loads(sys.argv[3]), "
+    "on_start=lambda place: print(place.url, flush=True))"
 )
 
 
@@ -49,9 +50,9 @@ class Started:
 
 
 @contextmanager
-def started(run):
+def started(run, **settings):
     """Start `eigentrace.page.server.run_server` in a separate process, which is killed on exit."""
-    command = [sys.executable, "-c", STARTING, str(run), TOKEN]
+    command = [sys.executable, "-c", STARTING, str(run), TOKEN, json.dumps(settings)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             url = process.stdout.readline().strip()

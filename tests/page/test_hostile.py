@@ -4,9 +4,13 @@ import base64
 import io
 import json
 import math
+import select
+import shutil
 import socket
 import struct
 import zlib
+from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +20,7 @@ from PIL import Image
 import eigentrace as et
 from eigentrace.disk.tensors import read_tensors
 from eigentrace.errors import BusyError, InputError
-from eigentrace.page.access import MOST_BYTES, hosts_of
+from eigentrace.page.access import MOST_BYTES, MOST_HELD, hosts_of
 from eigentrace.page.server import run_server
 from eigentrace.page.uploads import read_image
 from eigentrace.rendering import Custom, Texts
@@ -323,6 +327,111 @@ def test_hosts_of_an_address():
     assert hosts_of("127.0.0.1", 8000) == ("127.0.0.1:8000", "[::1]:8000", "localhost:8000")
     assert "[fd00::1]:8000" in hosts_of("fd00::1", 8000)
     assert "localhost" in hosts_of("127.0.0.1", 80)
+    assert f"{socket.gethostname()}:8000" in hosts_of("0.0.0.0", 8000)
+    assert f"{socket.gethostname()}:8000" not in hosts_of("127.0.0.1", 8000)
+    allowed = hosts_of("127.0.0.1", 8000, ["data.example.org", "[fd00::2]", "other.example:8443"])
+    assert {"data.example.org", "data.example.org:8000", "[fd00::2]:8000", "other.example:8443"} < set(allowed)
+    assert "other.example:8000" not in allowed
+
+
+@pytest.mark.parametrize("name", ["http://data.example.org", "data.example.org/page", "*", "a b", "name:port"])
+def test_a_name_to_allow_that_is_no_host(scored, name):
+    with refused(InputError, repr(name)):
+        run_server(scored, port=0, allow_hosts=[name])
+
+
+def test_a_server_on_all_addresses_is_opened_by_the_names_of_the_machine(scored):
+    with started(scored, host="0.0.0.0", allow_hosts=["data.example.org"]) as server:
+        port = server.place.port
+        assert server.place.hostname == socket.gethostname().lower()
+        for name in (socket.gethostname(), "127.0.0.1", "localhost", "data.example.org"):
+            assert server.ask("GET", f"/api/examples/0?token={TOKEN}", Host=f"{name}:{port}")[0] == 200, name
+        assert server.ask("GET", f"/api/examples/0?token={TOKEN}", Host="data.example.org")[0] == 200
+        for host in (f"evil.example:{port}", f"10.1.2.3:{port}", f"{socket.gethostname()}:{port + 1}"):
+            assert server.ask("GET", f"/api/examples/0?token={TOKEN}", Host=host)[0] == 400, host
+        assert server.ask("GET", "/api/examples/0", Host=f"127.0.0.1:{port}")[0] == 401
+
+
+HALF = {
+    "nothing": b"",
+    "a line": b"GET / HT",
+    "headers": b"GET / HTTP/1.1\r\nHost: a\r\nX-A",
+    "a second request": b"GET /static/app.js HTTP/1.1\r\nHost: {host}\r\n\r\nGET / HTTP/1.1\r\n",
+    "a body": b"POST /api/ask HTTP/1.1\r\nHost: {host}\r\nX-Token: {token}\r\nContent-Length: 9\r\n\r\n{",
+    "chunks": b"POST /api/ask HTTP/1.1\r\nHost: {host}\r\nX-Token: {token}\r\nTransfer-Encoding: chunked\r\n\r\n",
+}
+
+
+def test_half_a_request_is_not_waited_for(scored):
+    with started(scored, request_seconds=0.5) as server:
+        for name, half in HALF.items():
+            with connected(server) as raw:
+                raw.sendall(half.replace(b"{host}", server.place.netloc.encode()).replace(b"{token}", TOKEN.encode()))
+                received = b"".join(iter(lambda: raw.recv(65536), b""))  # ends when the server closes the connection
+            assert (b" 408 " in received) == (name in ("a body", "chunks")), name
+        assert server.ask("GET", "/api/examples/0")[0] == 200
+
+
+def test_bytes_of_half_a_head_do_not_extend_its_time(scored):
+    with started(scored, request_seconds=1) as server, connected(server) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\n")
+        raw.settimeout(0.1)
+        is_open, sent = True, 0
+        while is_open and sent < 10_000:
+            try:
+                raw.sendall(b"X-A: b\r\n")
+                sent += 1
+                is_open = raw.recv(1000) != b""
+            except TimeoutError:
+                continue
+            except OSError:
+                is_open = False
+        assert not is_open
+        assert server.ask("GET", "/api/examples/0")[0] == 200
+
+
+def test_a_client_that_leaves_is_no_failure_and_frees_what_it_sent(scored):
+    with started(scored) as server:
+        before = resident(server.process.pid)
+        for _ in range(40):
+            with connected(server) as raw:
+                raw.sendall(almost_whole(server))
+        assert server.ask("GET", "/api/examples/0")[0] == 200
+        assert resident(server.process.pid) - before < 10 * MOST_BYTES
+        server.process.terminate()
+        server.process.wait(120)
+        assert server.process.stderr.read() == ""
+
+
+def test_bodies_together_are_bounded(scored, tmp_path):
+    with started(shutil.copytree(scored, tmp_path / "run")) as server:
+        with ExitStack() as stack:
+            bodies = [stack.enter_context(connected(server)) for _ in range(MOST_HELD // MOST_BYTES + 1)]
+            for body in bodies[:-1]:
+                body.sendall(almost_whole(server))
+            bodies[-1].sendall(almost_whole(server)[:1000])
+            answered, _, _ = select.select(bodies, [], [], 120)  # only the one that is too much
+            assert [body.recv(12) for body in answered] == [b"HTTP/1.1 503"]
+        statuses = []
+        while 200 not in statuses and len(statuses) < 10_000:  # until it has noticed that the clients are gone
+            statuses.append(server.decide([1])[0])
+        assert statuses[-1] == 200
+
+
+def connected(server):
+    return socket.create_connection((server.place.hostname, server.place.port), timeout=120)
+
+
+def almost_whole(server):
+    """Return a request that lacks its last byte."""
+    head = f"POST /api/ask HTTP/1.1\r\nHost: {server.place.netloc}\r\nX-Token: {TOKEN}\r\n"
+    return f"{head}Content-Length: {MOST_BYTES}\r\n\r\n".encode() + b"x" * (MOST_BYTES - 1)
+
+
+def resident(process):
+    """Return the resident memory of a process in bytes."""
+    (line,) = [line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("VmRSS")]
+    return int(line.split()[1]) * 1024
 
 
 def test_a_real_server_refuses_foreign_hosts(scored):

@@ -18,7 +18,15 @@ _NO_SERVER = (
 
 
 def serve(
-    path: Path, port: int, host: str, token: str | None, model: bool, trust: bool, open_browser: bool, as_json: bool
+    path: Path,
+    port: int,
+    host: str,
+    token: str | None,
+    allow_hosts: list[str],
+    model: bool,
+    trust: bool,
+    open_browser: bool,
+    as_json: bool,
 ) -> None:
     """Serve the page of a run until Ctrl-C."""
     _check_scored(path)
@@ -41,6 +49,7 @@ def serve(
             port=port,
             host=host,
             token=token,
+            allow_hosts=allow_hosts,
             with_model=model,
             trust=trust,
             open_browser=open_browser,

@@ -256,6 +256,10 @@ def serve(
     token: Annotated[
         str | None, typer.Option(help="Token for making decisions; from other machines, also for reading.")
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A further host name to open the page at, such as that of a proxy; can be repeated."),
+    ] = None,
     model: Annotated[bool, typer.Option("--model", help="Also load the model, to explain new examples.")] = False,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     trust: _Trust = False,
@@ -265,7 +269,7 @@ def serve(
     from eigentrace.cli.paging import serve as start
 
     _hide_bars()
-    start(run, port, host, token, model, trust, open_, json)
+    start(run, port, host, token, allow_host or [], model, trust, open_, json)
 
 
 def report(

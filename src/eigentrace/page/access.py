@@ -1,9 +1,11 @@
-"""Access control of the page's server: allowed hosts, tokens, size limits and security headers."""
+"""Access control of the page's server: allowed hosts, tokens, limits of requests and security headers."""
 
+import asyncio
 import hashlib
 import hmac
 import json
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
@@ -19,6 +21,11 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Largest request body: an image of 4 MiB in base64, with some text.
 MOST_BYTES = 6 * 2**20
+# Largest sum of the request bodies that are being received or handled at one time.
+MOST_HELD = 16 * MOST_BYTES
+# Time in which a request must arrive: long enough for the largest body at 1 Mbit/s.
+REQUEST_SECONDS = 60.0
+_READING = ("GET", "HEAD")
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
 _HEADERS = {
     "Content-Security-Policy": (
@@ -33,8 +40,12 @@ _HEADERS = {
 _TOO_LARGE = f"The request body is larger than {MOST_BYTES // 2**20} MiB. Send a smaller image, or fewer rows."
 
 
-class _TooLarge(Exception):  # noqa: N818  # a signal between two functions of this module
-    """The request body exceeds the size limit."""
+class _Refused(Exception):  # noqa: N818  # a signal between two functions of this module
+    """A request body that is rejected while it arrives; holds the status and the message."""
+
+
+class _Left(Exception):  # noqa: N818
+    """The client left before its request was complete."""
 
 
 class Guard:
@@ -46,10 +57,23 @@ class Guard:
             site's name resolves to this machine.
         token: The value of the X-Token header that writing requires.
         closed: Require the token for reading as well, as `?token=` in the URL or by the cookie that it sets.
+        own_address: Accept the address that the request was sent to as host, too; for servers that listen on all
+            addresses of the machine.
+        seconds: Time in which a request body must arrive.
     """
 
-    def __init__(self, app: App, hosts: Collection[str], token: str, closed: bool = False) -> None:
+    def __init__(
+        self,
+        app: App,
+        hosts: Collection[str],
+        token: str,
+        closed: bool = False,
+        own_address: bool = False,
+        seconds: float = REQUEST_SECONDS,
+    ) -> None:
         self.app, self.token, self.closed = app, token, closed
+        self.own_address, self.seconds = own_address, seconds
+        self.held = 0  # bytes of all request bodies that are being received or handled
         self.hosts = {host.lower() for host in hosts}
         self.cookie = f"eigentrace_{_digest('name', token)[:8]}"
         self.cookie_value = _digest("cookie", token)
@@ -74,28 +98,34 @@ class Guard:
             started = True
             await send(message)
 
+        body = _Body(self, receive)
         try:
-            await self.app(scope, _limited(receive), watched)
-        except _TooLarge:
+            await self.app(scope, receive if scope["method"] in _READING else body.receive, watched)
+        except _Left:
+            pass
+        except _Refused as refused:
             if not started:
-                await _refuse(send, 413, _TOO_LARGE)
+                await _refuse(send, *refused.args)
         except Exception:
             # Handled here, so that this response has the headers too; details go to the terminal only.
             _log.exception("A request failed: %s %s", scope["method"], scope["path"])
             if not started:
                 await _refuse(send, 500, "Internal server error. See the terminal of eigentrace serve for details.")
+        finally:
+            self.held -= body.size
 
     def _refusal(self, scope: Scope, headers: dict[bytes, list[bytes]], has_token: bool) -> tuple[int, str] | None:
         """Return the status and message of a rejection; None if the request is allowed."""
         host = [value.decode("latin-1").lower() for value in headers.get(b"host", [])]
-        if len(host) != 1 or host[0] not in self.hosts:
+        accepted = self.hosts | ({_with_port(*scope["server"])} if self.own_address else set())
+        if len(host) != 1 or host[0] not in accepted:
             return 400, (
                 f"The Host header is {', '.join(host)!r}, but this server only answers to "
-                f"{', '.join(sorted(self.hosts))}. Open the page at one of these."
+                f"{', '.join(sorted(accepted))}. Open the page at one of these, or start it with --allow-host."
             )
         if self.closed and not has_token and not self._has_cookie(headers):
             return 401, "The token is missing. Open the URL that eigentrace printed at start: it contains the token."
-        if scope["method"] not in ("GET", "HEAD"):
+        if scope["method"] not in _READING:
             tokens = headers.get(b"x-token", [])
             if len(tokens) != 1 or not _are_equal(tokens[0].decode("latin-1"), self.token):
                 return (
@@ -134,19 +164,35 @@ class Guard:
         return sending
 
 
-def _limited(receive: Receive) -> Receive:
-    """Raise _TooLarge once a body, which may have no Content-Length, exceeds the limit."""
-    total = 0
+class _Body:
+    """A request body as it arrives, limited in its size, its time and the bytes that all bodies hold together."""
 
-    async def receiving() -> Message:
-        nonlocal total
-        message = await receive()
-        total += len(message.get("body", b""))
-        if total > MOST_BYTES:
-            raise _TooLarge
+    def __init__(self, guard: Guard, receive: Receive) -> None:
+        self.guard, self.source = guard, receive
+        self.size, self.is_whole = 0, False
+        self.deadline = asyncio.get_running_loop().time() + guard.seconds
+
+    async def receive(self) -> Message:
+        """Return the next message of the request; raise _Refused beyond a limit, _Left if the client is gone."""
+        if self.is_whole:
+            return await self.source()
+        try:
+            async with asyncio.timeout_at(self.deadline):
+                message = await self.source()
+        except TimeoutError:
+            raise _Refused(408, f"The request did not arrive within {self.guard.seconds:g} seconds.") from None
+        if message["type"] == "http.disconnect":
+            raise _Left
+        # A body without Content-Length is checked while it arrives.
+        size = len(message.get("body", b""))
+        self.size += size
+        self.guard.held += size
+        if self.size > MOST_BYTES:
+            raise _Refused(413, _TOO_LARGE)
+        if self.guard.held > MOST_HELD:
+            raise _Refused(503, "The server is receiving too many requests. Try again in a minute.")
+        self.is_whole = not message.get("more_body", False)
         return message
-
-    return receiving
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:
@@ -172,7 +218,27 @@ def _digest(what: str, token: str) -> str:
     return hashlib.sha256(f"eigentrace {what} {token}".encode()).hexdigest()
 
 
-def hosts_of(host: str, port: int) -> tuple[str, ...]:
-    """Return the accepted Host headers of a server that listens on `host` and `port`."""
+def hosts_of(host: str, port: int, allowed: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the accepted Host headers of a server that listens on `host` and `port`.
+
+    Args:
+        host: The address that the server listens on. If it is that of all interfaces, the machine's names are accepted.
+        port: The port that it listens on.
+        allowed: Additional names, such as that of a reverse proxy. A name without a port is accepted with this
+            server's port and with none.
+    """
     names = {*LOCAL, f"[{host}]" if ":" in host else host}
-    return tuple(sorted(f"{name}:{port}" for name in names) + (sorted(names) if port == 80 else []))
+    if is_wildcard(host):
+        names |= {socket.gethostname(), socket.getfqdn()}
+    named = {name if ":" in name.rpartition("]")[2] else _with_port(name, port) for name in allowed}
+    bare = set(allowed) | (names if port == 80 else set())
+    return tuple(sorted({_with_port(name, port) for name in names} | named)) + tuple(sorted(bare - named))
+
+
+def is_wildcard(host: str) -> bool:
+    """Return whether a server at this address listens on all addresses of the machine."""
+    return host in ("", "0.0.0.0", "::")  # compared, not bound
+
+
+def _with_port(name: str, port: int) -> str:
+    return f"[{name}]:{port}" if ":" in name and not name.startswith("[") else f"{name}:{port}"

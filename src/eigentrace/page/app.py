@@ -61,8 +61,8 @@ def make_app(
     show: "Show | None" = None,
     inputs: "Inputs | None" = None,
     with_model: bool = False,
-    closed: bool = False,
     trust: bool = False,
+    **access: Any,
 ) -> FastAPI:
     """Create the application that serves one run.
 
@@ -74,7 +74,8 @@ def make_app(
         inputs: The model and the data, if they are already loaded.
         with_model: Load the model on first use, so that new examples can be explained.
         trust: Call the function that the run names to load its model and data; see `eigentrace.loading.trust`.
-        closed: Require the token for reading as well; for servers that other machines can reach.
+        access: Further settings of `eigentrace.page.access.Guard`, such as `closed` for servers that other machines
+            can reach.
     """
     answers = Answers(Subject(run, show, inputs, with_model, trust))
 
@@ -91,7 +92,7 @@ def make_app(
     _add_single(app, answers)
     _add_asking(app, answers)
     _add_writing(app, answers)
-    app.add_middleware(Guard, hosts=hosts, token=token, closed=closed)
+    app.add_middleware(Guard, hosts=hosts, token=token, **access)
     return app
 
 

@@ -60,10 +60,7 @@ def score(
         compute: Engine, precision and batch size. A run can only be resumed with the same ones.
         how: Any JSON-serialisable mapping, stored in the manifest.
     """
-    check_counts(1, shard_rows=shard_rows, shard_bytes=shard_bytes)
-    check_not_negative(shard_seconds=shard_seconds)
-    if features not in ("fp32", "fp16"):
-        raise InputError(f"features must be 'fp32' or 'fp16', got {features!r}.")
+    limits = _limits(shard_rows, shard_bytes, shard_seconds, features)
     data, compute = as_data(data), checked_compute(compute)
     if compute.engine == "forward":
         raise InputError(
@@ -81,7 +78,7 @@ def score(
         if folder.exists:
             folder.check_same(manifest, table)
             check_begun(folder, data, fitted.task)
-        limits = Limits(shard_rows, shard_bytes, shard_seconds, features, _columns(folder, manifest["columns"]))
+        limits = replace(limits, columns=_columns(folder, manifest["columns"]))
         _keep_fit(folder, fitted, data, compute)
         if not folder.exists:
             folder.begin(manifest, weights_of(fitted.terms()), table)
@@ -90,6 +87,14 @@ def score(
         if not folder.table_file.exists():
             write_table(folder)
     return Run(folder, fitted, comparing(folder, data))
+
+
+def _limits(rows: int, num_bytes: int, seconds: float, features: Stored) -> Limits:
+    check_counts(1, shard_rows=rows, shard_bytes=num_bytes)
+    check_not_negative(shard_seconds=seconds)
+    if features not in ("fp32", "fp16"):
+        raise InputError(f"features must be 'fp32' or 'fp16', got {features!r}.")
+    return Limits(rows, num_bytes, seconds, features)
 
 
 def _keep_fit(folder: Folder, fitted: Fitted, data: Data, compute: Compute) -> None:

@@ -197,7 +197,7 @@ class Limits:
     bytes: int
     seconds: float
     features: Stored
-    columns: tuple[ScoredColumn, ...]
+    columns: tuple[ScoredColumn, ...] = ()
 
 
 @dataclass
