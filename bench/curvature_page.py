@@ -10,7 +10,7 @@ from harness.record import Notes, Record, heading, judged, memory, millions, rea
 KINDS, PRECISIONS, MODES = ("hessian", "gauss-newton"), ("fp32", "bf16"), ("eager", "compiled")
 FIT_GOAL = ("vit_l_32", 200, 180.0)
 """The goal: number of products of a fit of ViT-L/32, and its seconds on an H200."""
-PARTS = ("checks", "first product", "products", "orthogonalisation", "eigenvectors")
+PARTS = ("checks", "first product", "products", "orthogonalisation", "eigenvectors", "calibration")
 
 
 def product_cell(kind: str, precision: str, mode: str) -> str:
@@ -94,6 +94,6 @@ def _fits(model: str, record: Record, has_goal: bool, notes: Notes) -> Iterator[
             *(f"{settings[key]}" for key in ("steps", "keep", "sample", "batch", "precision")),
             {True: "yes", False: "no"}.get(settings["compile"], "auto"),
             judged(f"{cell['seconds']:.1f}", cell["seconds"], goal) + marks,
-            *(f"{cell['parts'].get(part, 0.0):.1f}" for part in PARTS),
+            *(shown(cell["parts"], part, ".1f", notes) for part in PARTS),
             memory(cell, notes),
         ]

@@ -68,6 +68,7 @@ class Stopwatch:
             check_curvature=self.around("checks", arnoldi.check_curvature),
             lanczos=self.around("iteration", lanczos),
             top_eigenpairs=self.around("eigenvectors", arnoldi.top_eigenpairs),
+            gradient_moments=self.around("calibration", arnoldi.gradient_moments),
         )
 
     def parts(self) -> dict[str, float]:

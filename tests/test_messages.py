@@ -97,7 +97,7 @@ ERRORS = {
     ),
     errors.NumericalError: (
         numerical_error,
-        "The loss is not finite for 1 examples of a batch (first: row 7).",
+        "The loss is not finite for 1 example of a batch (first: row 7).",
         "Check the inputs and labels of that row",
     ),
     errors.UnsupportedError: (unsupported_error, "RandProj has no spectrum", "Use Arnoldi"),

@@ -45,9 +45,21 @@ def run_parts(module: str, argv: Sequence[str], rounds: Sequence[Sequence[Sequen
 
 def _together(commands: Sequence[Sequence[str]]) -> list[int]:
     """Run commands in parallel; terminate them if this process is terminated."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("Told to end; what was measured is kept."))
-    running = [subprocess.Popen(command) for command in commands]
+    running: list[subprocess.Popen[bytes]] = []
+    told = False
+
+    def end(*_: object) -> None:
+        nonlocal told
+        told = True
+        if len(running) == len(commands):  # a process that is just being started could not be terminated
+            sys.exit("Told to end; what was measured is kept.")
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
+        for command in commands:
+            running.append(subprocess.Popen(command))
+        if told:
+            end()
         return [process.wait() for process in running]
     finally:
         for process in running:

@@ -192,7 +192,9 @@ def test_explaining_by_row_and_exactly(scored, call):
     code, out, _ = call("explain runs/x --row 7 -k 2 --out answers.csv")
     assert code == 0
     expect_mentions(out, ["--exact"])
-    assert shape(out)[2:4] == ["Proponents of row # (label #, prediction #)", "row score label prediction"]
+    told = shape(out)
+    begin = told.index("Proponents of row # (label #, prediction #)")
+    assert told[begin + 1] == "row score label prediction"
     assert out.endswith(" answers.csv\n")
     held = pa.csv.read_csv("answers.csv")
     assert held.column_names == ["query", "side", "rank", "row", "score", "label", "prediction"]

@@ -16,7 +16,7 @@ from tests.helpers.small import CHEAP, cross_entropy, examples, fit, net, table
 def test_nan_loss_in_the_first_batch_names_the_row():
     x, y = examples()
     x[5] = torch.nan
-    with refused(NumericalError, "1 examples", "row 5"):
+    with refused(NumericalError, "1 example", "row 5"):
         fit(data=(x, y))
 
 
@@ -35,7 +35,7 @@ def test_nan_loss_at_scoring_names_the_row(method):
     x, y = examples(20)
     x[17] = torch.nan
     data = et.Data(TensorDataset(x, y), batch_size=6)
-    with refused(NumericalError, "1 examples", "row 17"):
+    with refused(NumericalError, "1 example", "row 17"):
         fitted.self_influence(data)
     with refused(NumericalError, "row 17"):
         fitted.influence(examples(), data)
@@ -64,7 +64,7 @@ CLASSIFIED = {
     "too large": (
         labels(torch.tensor([0, 1, 2, 0, 3, 1, 1, 1])),
         NumericalError,
-        ("1 examples", "row 4"),
+        ("1 example", "row 4"),
     ),
     "negative": (
         labels(torch.tensor([0, -1, 2, 0, -9, 1, 1, 1])),

@@ -129,7 +129,7 @@ def test_every_loss_of_the_sample_is_looked_at():
     x[33] = torch.nan
     batches = [(x[i : i + 10], y[i : i + 10]) for i in range(0, 40, 10)]
     curvature = curvature_of(et.classification(net()), batches)
-    with refused(NumericalError, "1 examples", "row 33"):
+    with refused(NumericalError, "1 example", "row 33"):
         checked(curvature)
     rows = np.array([2, 11, 33, 39])
     with refused(NumericalError, "row 33"):

@@ -94,11 +94,11 @@ def show_explanation(found: Explanation, run: Run, rows: Sequence[int]) -> str:
 
 
 def _calibration(run: Run) -> list[str]:
-    """Say by which factor scores in nats are too small, if that was measured and they are."""
+    """Say by which factor scores in nats are too small for training to convergence, if that was measured."""
     ratio = run.reader.calibration
     if ratio is None or ratio < _NOTICEABLE:
         return []
-    return [f"scores in nats are too small by a factor of about {ratio:.2g}, by the measured curvature (docs/tail.md)"]
+    return [f"by the measured curvature, a converged model has about {ratio:.2g} times these nats (docs/tail.md)"]
 
 
 def _about(run: Run, row: int, classes: Sequence[str] | None) -> str:

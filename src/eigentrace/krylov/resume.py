@@ -2,7 +2,8 @@
 
 A directory contains `vectors-00000.bin`, to which every vector is appended once (after a restart, the mixed ones begin
 a new file), and `state.safetensors`, with the number of valid vectors and all other state of the next step. Vectors are
-flushed to disk first, then the state is replaced atomically, then a file that is no longer needed is removed.
+flushed to disk first, then the state is replaced atomically, then a file that is no longer needed is removed. Results
+that are computed from a finished iteration, such as the calibration of a fit, have a file each.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from torch import Tensor
 from eigentrace.disk.atomic import replacing, storage_error, sweep, sync
 from eigentrace.disk.lock import locked
 from eigentrace.disk.manifest import MANIFEST, read_manifest
+from eigentrace.disk.tensors import read_tensors, write_tensors
 from eigentrace.errors import InputError, MismatchError, StorageError
 from eigentrace.krylov.iterate import Ending, Snapshot
 from eigentrace.numeric.hashing import hash_arrays
@@ -39,6 +41,7 @@ _PIECE = 1 << 22
 _LOSS_TOL = 1e-2
 _STATE = "state.safetensors"
 _VECTORS = "vectors-{}.bin"
+_RESULT = "result-{}.safetensors"
 
 
 class SavedIteration:
@@ -128,6 +131,21 @@ class SavedIteration:
         if anew and before is not None:
             before.unlink(missing_ok=True)
         self._kept_at = time.monotonic()
+
+    def recall_result(self, name: str) -> dict[str, Tensor] | None:
+        """Load what `keep_result` stored under a name; None if there is nothing."""
+        path = self.path / _RESULT.format(name)
+        if not path.exists():
+            return None
+        try:
+            return read_tensors(path)
+        except MismatchError:
+            raise self._damaged(path.name, "its checksums do not match, or it is truncated") from None
+
+    def keep_result(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Store tensors that were computed from the finished iteration, so that a resumed fit need not repeat them."""
+        with replacing(self.path / _RESULT.format(name)) as partial:
+            write_tensors(tensors, partial, checksums=True)
 
     def _file(self, restarts: int) -> Path:
         return self.path / _VECTORS.format(f"{restarts:05d}")

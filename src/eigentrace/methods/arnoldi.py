@@ -123,7 +123,7 @@ class Arnoldi:
         planned = replace(self, basis=self._basis(task, data, resume))
         with task.session(), planned._opened(resume, task, data, size, generator) as saved:
             eigenpairs = top_eigenpairs(planned._krylov(task, data, generator, saved), self.keep)
-            moments = None if self.tail is None else self._moments(task, data, eigenpairs)
+            moments = None if self.tail is None else planned._moments(task, data, eigenpairs, saved)
         warn_unless_converged(eigenpairs.spectrum)
         if resolve_kind(self.curvature, task) == "gauss-newton" and not self.spread:
             warn_unless_convex(eigenpairs.spectrum)
@@ -192,8 +192,19 @@ class Arnoldi:
             return arnoldi(matvec, start, self.steps, basis=self.basis, memory=saved)
         return lanczos(curvature.matvec, start, self.steps, basis=self.basis, memory=saved)
 
-    def _moments(self, task: Task, data: Data, eigenpairs: Eigenpairs) -> GradientMoments:
-        """Measure the gradients of the curvature sample, to calibrate scores in nats."""
+    def _moments(self, task: Task, data: Data, eigenpairs: Eigenpairs, saved: SavedIteration | None) -> GradientMoments:
+        """Measure the gradients of the curvature sample, to calibrate scores in nats, or load what was measured."""
+        count = len(eigenpairs.directions)
+        name = f"moments-of-{count}-directions"
+        found = None if saved is None else saved.recall_result(name)
+        if found is not None:
+            return GradientMoments.of_tensors(found, count)
+        moments = self._measured_moments(task, data, eigenpairs)
+        if saved is not None:
+            saved.keep_result(name, moments.tensors())
+        return moments
+
+    def _measured_moments(self, task: Task, data: Data, eigenpairs: Eigenpairs) -> GradientMoments:
         rows = None if self.sample is None else data.sample(self.sample, generator_of(self.seed))
         curvature = Curvature(task, data, rows, resolve_kind(self.curvature, task), self.precision)
         curvature = replace(curvature, form=working_form(curvature, curvature.first_batch()))
