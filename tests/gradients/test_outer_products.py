@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eigentrace.gradients.layer_gradients import Direct, Written
+from eigentrace.gradients.layer_gradients import Direct, OnDemand
 from eigentrace.gradients.outer_products import Dense, OneHot, Outer, Windows, rotated, square_norms, token_products
 from eigentrace.numeric.accumulate import times, wide, wide_type
 
@@ -200,7 +200,7 @@ def test_written_forms_are_never_written_out_at_once():
         asked.append(stop - start)
         return value[start:stop]
 
-    form = Written(write, 10, bytes_each=48)
+    form = OnDemand(write, 10, bytes_each=48)
     directions = torch.randn(4, 6, dtype=torch.float64)
     close(form.dot(directions, budget=300), value @ directions.T)
     close(form.square_norms(budget=300), value.square().sum(dim=1))

@@ -208,6 +208,22 @@ def test_what_waits_does_not_grow_with_the_rows(monkeypatch, rising):
     assert 2_000 <= most <= 4_000  # k·Q wait before they are put in order, and at most that many more come at once
 
 
+@pytest.mark.parametrize("width", [16, 256, 2048])
+def test_features_are_multiplied_32_mib_at_a_time_however_wide(width):
+    features, sizes = torch.randn(20_000, width), []
+
+    def scale(first, count):
+        sizes.append(count * width * features.element_size())
+        return torch.ones(count)
+
+    # In one chunk, as one thread of a reader may have it, and in small ones, which are joined.
+    for step in (20_000, 300):
+        chunks = ((start, features[start : start + step]) for start in range(0, 20_000, step))
+        search(chunks, torch.randn(1, width), 3, scale=scale)
+    assert max(sizes) <= 2**25
+    assert sum(sizes) == 2 * features.nbytes
+
+
 def test_gradients_are_not_followed():
     features, asked = torch.randn(5, 2, requires_grad=True), torch.randn(1, 2, requires_grad=True)
     assert not search([(0, features)], asked, 1).proponent_scores.requires_grad

@@ -63,6 +63,11 @@ def test_the_overview_describes_the_run(asked, scored):
     named = {column["name"]: (column["label"], column["scored"]) for column in found["columns"]}
     assert named["gradient_norm"] == ("gradient norm", True)
     assert named["length"] == ("length", False)
+    meanings = {column["name"]: column["meaning"] for column in found["columns"]}
+    assert meanings["length"] is None
+    declared = run.manifest["declared"]
+    assert list(declared) == run.manifest["columns"]
+    assert {name: about["meaning"] for name, about in declared.items()}.items() <= meanings.items()
 
 
 def test_the_overview_shows_how_reliable_the_fit_is(asked, tmp_path):

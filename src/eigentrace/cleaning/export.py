@@ -126,7 +126,7 @@ class _Flags:
         return pa.array(~self.drop[start : self.used])
 
     def mismatch(self, found: str) -> MismatchError:
-        """Return the error for a dataset with another number of rows than flags."""
+        """Return the error for a dataset whose number of rows differs from the number of flags."""
         return MismatchError(
             f"{self.source} has {found} rows than the {len(self.drop):,} of the decisions. Pass the dataset that was "
             "scored, unchanged; nothing was written."

@@ -76,7 +76,7 @@ def show_run(run: Run, path: Path) -> str:
     columns |= {"score": top.scores}
     for name in ("label", "prediction", "loss"):
         if name in run.columns:
-            values = run.column(name)[top.rows]
+            values = run.column(name, top.rows)
             columns[name] = _named(values, names) if name != "loss" else values
     return "\n".join([*lines, show_table(columns), ""])
 
@@ -102,10 +102,11 @@ def _calibration(run: Run) -> list[str]:
 
 
 def _about(run: Run, row: int, classes: Sequence[str] | None) -> str:
-    known = [] if run.ids is None else [str(run.ids[row])]
+    this, ids = np.array([row]), run.reader.ids
+    known = [] if ids is None else [str(ids.of(this)[0])]
     for name in ("label", "prediction"):
         if name in run.columns:
-            known.append(f"{name} {_named(run.column(name)[[row]], classes)[0]}")
+            known.append(f"{name} {_named(run.column(name, this), classes)[0]}")
     return f"row {row}" + (f" ({', '.join(known)})" if known else "")
 
 

@@ -244,7 +244,7 @@ class Fitted(ABC):
             part._write(path / name)
 
     def check_saved(self, path: Path) -> None:
-        """Raise MismatchError if a directory contains another fit than this one.
+        """Raise MismatchError if a directory contains a different fit.
 
         Two fits with the same settings may still differ, for instance in the examples or the number of threads. Their
         features then have other signs, and must not be mixed in one run.

@@ -69,7 +69,7 @@ class Direct:
 
 
 @dataclass(frozen=True)
-class Written:
+class OnDemand:
     """Gradients computed on demand, some examples at a time: those of a parameter behind a function such as a slice."""
 
     write_out: Callable[[int, int], Tensor]  # (start, stop) -> (n, p)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eigentrace.gradients.layer_gradients import LayerGradients, Written
+from eigentrace.gradients.layer_gradients import LayerGradients, OnDemand
 from eigentrace.numeric.accumulate import times, wide, wide_type
 
 
@@ -399,7 +399,7 @@ def square_norms(forms: Sequence[LayerGradients], budget: int) -> Tensor:  # (B,
         crossed = [a.inner(b, budget) for i, a in enumerate(outers) for b in outers[i + 1 :]]
         return sum((f.square_norms(budget) for f in outers), 2 * sum(crossed))  # type: ignore[return-value]
     first = forms[0].write(0, 1)
-    whole = Written(
+    whole = OnDemand(
         lambda start, stop: sum(wide(form.write(start, stop)) for form in forms),  # type: ignore[arg-type,return-value]
         forms[0].examples,
         first.shape[1] * 4 * (len(forms) + 1),

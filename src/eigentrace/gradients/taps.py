@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eigentrace.gradients.call_trace import CallTrace
-from eigentrace.gradients.layer_gradients import Direct, LayerGradients, Written
+from eigentrace.gradients.layer_gradients import Direct, LayerGradients, OnDemand
 from eigentrace.gradients.outer_products import Outer
 from eigentrace.gradients.rules import Call
 from eigentrace.gradients.watch import Dependence, Key, Visit, Watch, Watched, marked, tensors_in
@@ -229,4 +229,4 @@ def parameter_gradients(watched: Watched, form: LayerGradients) -> Iterator[tupl
                 (found,) = torch.autograd.grad(shadow, leaf, gradients, is_grads_batched=True, retain_graph=True)
             return found.reshape(stop - start, leaf.numel())
 
-        yield root, Written(write, form.examples, leaf.nbytes + shadow.nbytes)
+        yield root, OnDemand(write, form.examples, leaf.nbytes + shadow.nbytes)

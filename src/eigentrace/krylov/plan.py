@@ -21,7 +21,6 @@ _FILLED = 0.9
 # A restart leaves room for this many new vectors, and for at least this share of the kept ones: with less, most of the
 # work would be restarts.
 _LEAST_NEW, _LEAST_SHARE = 3, 0.2
-_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)

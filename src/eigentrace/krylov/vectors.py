@@ -67,7 +67,7 @@ class Basis:
         return self.restart_keep or max(1, min(limit - 2, round(0.6 * limit)))
 
     def record(self) -> dict[str, Any]:
-        """Return how vectors are stored, as JSON values; the memory that led to it does not matter any more."""
+        """Return how vectors are stored, as JSON values, without the memory limit that they were chosen by."""
         return {name: value for name, value in settings_of(self).items() if name != "memory"}
 
     def as_begun(self, record: Mapping[str, Any]) -> "Basis":

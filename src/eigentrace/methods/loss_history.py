@@ -155,7 +155,7 @@ class LossTracker:
         if isinstance(self._task, Task):
             if bare is not None and bare is not self._task.model:
                 raise InputError(
-                    "record got another model than the one of the tracker's task. Pass that model, or create the "
+                    "record got a different model than the tracker's task. Pass that model, or create the "
                     "LossTracker with a function that makes a task of a model, such as eigentrace.classification."
                 )
             return self._task

@@ -33,6 +33,10 @@ _SCORES, _MOST_THREADS, _SCORES_ON_GPU = 2**20, 8, 2**26
 _LEAST_ROWS, _MOST_ROWS, _MOST_ROWS_ON_GPU = 512, 2**16, 2**20
 
 
+# Bytes of features in memory at a time: on a CPU the size of a chunk of the readers, which then need not be joined.
+_BYTES, _BYTES_ON_GPU = 2**25, 2**30
+
+
 # If more than this fraction of the groups has candidates, keep only the best k of each query before merging.
 _CROWDED = 0.25
 
@@ -96,7 +100,8 @@ def search(
     queries = wide(asked).to(where)
     high, low = (_Best(queries, k, largest=largest) for largest in (True, False))
     sides = (high, low) if both else (high,)
-    for first, features in _moved(_blocks(chunks, _rows_at_once(len(asked), where), asked.shape[1]), where):
+    num_queries, width = asked.shape
+    for first, features in _moved(_blocks(chunks, _rows_at_once(num_queries, width, where), width), where):
         scores = queries @ features.to(queries.dtype).T
         if scale is not None:
             scores /= _scale_of(scale, first, scores)
@@ -185,12 +190,13 @@ def _first_best(strengths: Tensor, floor: Tensor, k: int) -> Tensor:  # (Q, n), 
     return above | (level & (level.cumsum(dim=1) <= left))
 
 
-def _rows_at_once(num_queries: int, device: torch.device) -> int:
+def _rows_at_once(num_queries: int, width: int, device: torch.device) -> int:
     on_cpu = device.type == "cpu"
     scores = _SCORES * min(torch.get_num_threads(), _MOST_THREADS) if on_cpu else _SCORES_ON_GPU
-    rows = 2 ** (max(1, scores // max(1, num_queries)).bit_length() - 1)
-    # A power of two, and on a CPU at most 65,536 rows, the chunk size of the readers: chunks need not be joined.
-    return max(_LEAST_ROWS, min(_MOST_ROWS if on_cpu else _MOST_ROWS_ON_GPU, rows))
+    num_bytes = _BYTES if on_cpu else _BYTES_ON_GPU
+    rows = max(1, min(scores // max(1, num_queries), num_bytes // (4 * max(1, width))))
+    # A power of two, and on a CPU at most 65,536 rows, as the readers have it: chunks need not be joined.
+    return max(_LEAST_ROWS, min(_MOST_ROWS if on_cpu else _MOST_ROWS_ON_GPU, 2 ** (rows.bit_length() - 1)))
 
 
 def _blocks(chunks: Chunks, size: int, width: int) -> Iterator[tuple[int, Tensor]]:

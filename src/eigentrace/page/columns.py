@@ -60,6 +60,10 @@ class Columns:
         """Return the displayed name of a column."""
         return COLUMNS[name].label if name in COLUMNS else name.replace("_", " ")
 
+    def meaning_of(self, name: str) -> str | None:
+        """Return what a column contains; None for the user's columns."""
+        return COLUMNS[name].meaning if name in COLUMNS else None
+
     @cached_property
     def grouping(self) -> tuple[str, ...]:
         """Names of the user columns that define groups: categorical, with few distinct values."""

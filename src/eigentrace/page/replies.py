@@ -108,8 +108,8 @@ class Answers:
             values = (
                 sorted(values, key=lambda value: (str(type(value)), value)) if len(values) <= _MOST_VALUES else None
             )
-        label, is_scored = self.columns.label_of(name), name in COLUMNS
-        return {"name": name, "label": label, "kind": kind, "scored": is_scored, "values": values}
+        about = {"label": self.columns.label_of(name), "meaning": self.columns.meaning_of(name)}
+        return {"name": name, **about, "kind": kind, "scored": name in COLUMNS, "values": values}
 
     def _scatter(self) -> list[list[Any]]:
         rows = self.index.scatter(_POINTS, _HIGHEST)

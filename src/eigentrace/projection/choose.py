@@ -18,6 +18,7 @@ from eigentrace.projection.forward import forward
 from eigentrace.projection.layerwise import Layerwise
 from eigentrace.projection.reverse import one_by_one, single_gradients, vmapped, vmapped_gradients
 from eigentrace.projection.streamed import placed
+from eigentrace.settings import counted
 from eigentrace.task.checks import check_losses, name_loader, note_batch
 from eigentrace.task.company import CompanyCheck
 from eigentrace.task.derivatives import LACKING, first_supported
@@ -310,8 +311,8 @@ def _check_finite(good: Tensor, rows: np.ndarray, job: Job) -> None:
     bad = rows[~good.cpu().numpy()]
     if len(bad):
         raise NumericalError(
-            f"The gradient of the {job.name} is not finite for {len(bad)} examples (first: row {bad[0]}), although the "
-            f"{job.name} is. Check the inputs of that row."
+            f"The gradient of the {job.name} is not finite for {counted(len(bad), 'example')} (first: row {bad[0]}), "
+            f"although the {job.name} is. Check the inputs of that row."
         )
 
 

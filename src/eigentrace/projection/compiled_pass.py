@@ -18,7 +18,7 @@ from eigentrace.errors import EigentraceWarning, UnsupportedError
 from eigentrace.gradients.outer_products import CUSTOM_OPERATIONS, Dense, Factor, OneHot, Outer
 from eigentrace.projection.engine import Job, Projection
 
-Run = Callable[[Job, Any, int], Projection]
+Pass = Callable[[Job, Any, int], Projection]
 
 # Maximum number of batch shapes to compile; others run eagerly. Text comes in many lengths.
 _MOST_SHAPES = 4
@@ -28,7 +28,7 @@ _MOST_SHAPES = 4
 class CompiledPass:
     """The pass of an engine, compiled from the second batch of each shape on."""
 
-    run: Run
+    run: Pass
     _seen: dict[Any, int] = field(default_factory=dict)
     _made: dict[Any, Callable | None] = field(default_factory=dict)
 

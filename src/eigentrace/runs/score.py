@@ -182,6 +182,7 @@ def _manifest(
             "hold": held_part(terms),
         },
         "columns": expected_columns(fitted),
+        "declared": {column.name: column.record() for column in named(expected_columns(fitted))},
         "how": how,
     }
     return through_json(manifest)

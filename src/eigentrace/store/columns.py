@@ -36,6 +36,10 @@ class ScoredColumn:
         """The name of its tensor in a shard."""
         return self.tensor or self.name
 
+    def record(self) -> dict[str, str]:
+        """Return the declaration as JSON, for people and programs that read a manifest without this package."""
+        return {"kind": self.kind, "label": self.label, "meaning": self.meaning}
+
     @property
     def missing(self) -> float:
         """The value for rows without scores."""
@@ -58,9 +62,6 @@ COLUMNS = {
 """All columns that this version writes, in table order."""
 TAKEN = (ROW, *COLUMNS)
 """Names that user columns must not have."""
-
-# Columns of runs whose manifest does not list them, which are runs of version 0.1.0.
-UNRECORDED = ("loss", "gradient_norm", "self_influence", "label", "prediction", "confidence")
 
 
 def named(names: Iterable[str]) -> tuple[ScoredColumn, ...]:

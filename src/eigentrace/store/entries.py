@@ -35,6 +35,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "features.type": (str,),
     "features.hold": (str,),
     "columns": (list, _NOTHING),
+    "declared": (dict,),
     "how": (dict, _NOTHING),
     "files": (dict,),
     "blocks": (dict,),

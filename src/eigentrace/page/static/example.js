@@ -4,7 +4,7 @@ import { answers } from "./answers.js";
 import { described, showContent } from "./content.js";
 import { decisionButtons, describedDecision } from "./decide.js";
 import { empty, failure, field, h, icon, latest, loading, select } from "./dom.js";
-import { count, number, percent, short, title } from "./numbers.js";
+import { count, meaning, number, percent, short, title } from "./numbers.js";
 import { source } from "./source.js";
 import { address, hasLabels, labelName, state } from "./state.js";
 
@@ -283,7 +283,7 @@ function facts(row) {
   const rank = row.rank ? `${count(row.rank)} of ${count(state.overview.rows)}` : null;
   const all = [
     ["Id", row.id],
-    hasLabels() ? ["Given label", labelName(row.label)] : null,
+    hasLabels() ? ["Given label", labelName(row.label), "label"] : null,
     hasLabels() && row.prediction !== null
       ? [
           "Prediction",
@@ -293,6 +293,7 @@ function facts(row) {
             labelName(row.prediction),
             row.confidence === null ? "" : h("span", { class: "soft" }, ` (${percent(row.confidence)} confidence)`),
           ),
+          "prediction",
         ]
       : null,
     [
@@ -303,14 +304,15 @@ function facts(row) {
         number(row.self_influence),
         nats === null ? "" : h("span", { class: "soft", title: nats }, ` (${short(nats)} nats)`),
       ),
+      "self_influence",
     ],
     rank ? ["Rank", h("span", { title: `quantile ${row.quantile}` }, rank)] : null,
-    ["Loss", number(row.loss, "nats")],
+    ["Loss", number(row.loss, "nats"), "loss"],
     ...state.overview.columns
       .filter((column) => column.scored && !SHOWN_APART.includes(column.name))
       .map(({ name, kind }) => {
         if (row[name] === null || row[name] === undefined) return null;
-        return [title(name), kind === "label" ? labelName(row[name]) : number(row[name])];
+        return [title(name), kind === "label" ? labelName(row[name]) : number(row[name]), name];
       }),
     ...Object.entries(row.columns ?? {}).map(([name, value]) => [
       title(name),
@@ -322,6 +324,6 @@ function facts(row) {
     { class: "row-facts" },
     all
       .filter((fact) => fact && fact[1] !== null && fact[1] !== undefined)
-      .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
+      .map(([name, value, column]) => h("div", {}, h("dt", { title: column && meaning(column) }, name), h("dd", {}, value))),
   );
 }

@@ -45,6 +45,11 @@ export function words(name) {
   return state.overview?.columns.find((column) => column.name === name)?.label ?? name.replaceAll("_", " ");
 }
 
+/** What a column contains, for a tooltip; null for columns of the user. */
+export function meaning(name) {
+  return state.overview?.columns.find((column) => column.name === name)?.meaning ?? null;
+}
+
 /** The displayed name of a column, capitalised. */
 export function title(name) {
   const said = words(name);
