@@ -72,6 +72,11 @@ def test_scores_match_the_dense_oracle(cases, fits, model, tail, stored):
         unit = nn.functional.normalize(train), nn.functional.normalize(asked)
         found = fitted.influence(case.batches, case.queries, normalize="gradient")
         assert relative(found, unit[1] @ M @ unit[0].T) < 1e-8
+    if stored:  # every part of a coordinate that lies in the kept directions is subtracted
+        phi, of_queries = fitted.features(case.batches), fitted.features(case.queries, queries=True)
+        lengths = of_queries.norm(dim=1)[:, None] * phi.norm(dim=1)
+        found = fitted.influence(case.batches, case.queries, normalize="features")
+        assert relative(found * lengths, asked @ M @ train.T) < 1e-8
     cosine = fitted.influence(case.batches, case.batches, normalize="metric")
     assert torch.allclose(cosine.diagonal(), torch.ones(len(train)).double())
     assert cosine.abs().max() < 1 + 1e-9

@@ -340,6 +340,26 @@ def test_gradient_normalisation_is_unit_gradients(cases, fits, name):
 
 
 @of_pairs
+def test_features_normalisation_is_unit_features_or_is_refused(cases, fits, name):
+    case = cases["mlp"]
+    fitted = fits(name)
+    if not fitted.can.features or any(block.identity for block in fitted.blocks):
+        for ask in (
+            lambda **o: fitted.self_influence(case.batches, **o),
+            lambda **o: fitted.influence(case.batches, case.queries, **o),
+        ):
+            with refused(UnsupportedError, *(["'features'"] if fitted.can.features else [])):
+                ask(normalize="features")
+        return
+    phi, asked = fitted.features(case.batches), fitted.features(case.queries, queries=True)
+    lengths = asked.norm(dim=1)[:, None] * phi.norm(dim=1)
+    found = fitted.influence(case.batches, case.queries, normalize="features")
+    assert relative(found, fitted.influence(case.batches, case.queries) / lengths) < EXACT
+    own = fitted.self_influence(case.batches, normalize="features")
+    assert relative(own, fitted.self_influence(case.batches) / phi.square().sum(dim=1)) < EXACT
+
+
+@of_pairs
 def test_metric_normalisation_is_a_cosine_or_is_refused(cases, fits, name):
     case = cases["mlp"]
     fitted = fits(name)

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import eigentrace as et
+from eigentrace.errors import InputError
 from eigentrace.runs.explain import EXACT, KEPT, RESCORED
+from tests.helpers.expecting import refused
 from tests.helpers.runs import Points, model
 
 ROWS, KEPT_DIRECTIONS = 120, 4
@@ -40,11 +42,11 @@ class Dense:
         return (self.gradients @ matrix @ self.gradients.T).numpy()
 
     def answer(self, normalize, *, whole):  # (N, N)
-        """Scores of all pairs, normalised with what they are made of."""
+        """Scores of all pairs, divided by the lengths of gradients, of features, or in the metric of the scores."""
         scores = self.products(self.kept + self.tail if whole else self.kept)
         if normalize is None:
             return scores
-        one = torch.eye(len(self.kept), dtype=torch.float64) if whole else self.inside
+        one = self.inside if normalize == "features" else torch.eye(len(self.kept), dtype=torch.float64)
         squares = np.diag(scores) if normalize == "metric" else np.diag(self.products(one))
         return scores / np.sqrt(np.outer(squares, squares))
 
@@ -80,12 +82,21 @@ def check(found, scores, k):
         assert np.allclose(side.scores, wanted, rtol=1e-4, atol=1e-5 * np.abs(scores).max())
 
 
-@pytest.mark.parametrize("normalize", [None, "gradient", "metric"])
-def test_stored_answers_are_normalised_by_what_they_are_made_of(normalize, run, dense):
+@pytest.mark.parametrize("normalize", [None, "gradient", "features", "metric"])
+def test_stored_answers_are_normalised(normalize, run, dense):
     found = et.open_run(run.path).explain(QUERIES, k=9, normalize=normalize, exclude=None)
     assert found.how == KEPT
     scores = dense.answer(normalize, whole=False)
     check(found, scores / ROWS if normalize is None else scores, 9)
+
+
+def test_unit_features_are_never_rescored(run):
+    # The model is at hand, but what it would add has no features.
+    found = run.explain(QUERIES, k=9, normalize="features", exclude=None)
+    assert found.how == KEPT
+    assert found.unit is None
+    with refused(InputError, "normalize='features'", "rescore=True"):
+        run.explain(QUERIES, normalize="features", rescore=True)
 
 
 @pytest.mark.parametrize("normalize", [None, "gradient", "metric"])

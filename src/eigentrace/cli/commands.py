@@ -128,7 +128,9 @@ def explain(
             f"Got {given}. Pass either rows of the run to explain (--row 12) or new examples (--queries file.csv)."
         )
     _check_choice("--exclude", options["exclude"], (None, "self", "duplicates"), "self, duplicates or none")
-    _check_choice("--normalize", options["normalize"], (None, "gradient", "metric"), "gradient or metric")
+    _check_choice(
+        "--normalize", options["normalize"], (None, "gradient", "features", "metric"), "gradient, features or metric"
+    )
     if out is not None:
         _check_answers_file(out)
     run = _opened(path)

@@ -174,7 +174,8 @@ def explain(
     normalize: Annotated[
         str | None,
         typer.Option(
-            help="gradient scales gradients to length 1; metric gives cosines in the metric of the curvature."
+            help="gradient or features scales gradients or stored features to length 1; metric gives cosines in the "
+            "metric of the curvature."
         ),
     ] = None,
     same_label: Annotated[bool, typer.Option("--same-label", help="Only examples with the query's label.")] = False,

@@ -12,7 +12,7 @@ from eigentrace.data import Data, as_data
 from eigentrace.errors import InputError
 from eigentrace.fits.file_names import member_folder, state_file
 from eigentrace.fits.fitted import Capabilities, Fitted
-from eigentrace.fits.weighted_directions import Term
+from eigentrace.fits.weighted_directions import Norm, Term
 from eigentrace.progress import track
 from eigentrace.projection.engine import Compute
 from eigentrace.settings import counted
@@ -156,13 +156,11 @@ class Ensemble(Fitted):
         pairs = enumerate(zip(self.states, self.members, strict=True))
         return {state_file(number): member.task.canonical(state.load()) for number, (state, member) in pairs}
 
-    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
-        return _mean(
-            [m._self(data, queries=queries, unit_gradients=unit_gradients, compute=compute) for m in self.members]
-        )
+    def _self(self, data: Data, *, queries: bool, norm: Norm, compute: Compute) -> Tensor:
+        return _mean([m._self(data, queries=queries, norm=norm, compute=compute) for m in self.members])
 
-    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool, compute: Compute) -> Tensor:
-        return _mean([m._cross(train, queries, unit_gradients=unit_gradients, compute=compute) for m in self.members])
+    def _cross(self, train: Data, queries: Data, *, norm: Norm, compute: Compute) -> Tensor:
+        return _mean([m._cross(train, queries, norm=norm, compute=compute) for m in self.members])
 
 
 def _mean(scores: list[Tensor]) -> Tensor:

@@ -19,13 +19,13 @@ from eigentrace.errors import InputError, MismatchError, NumericalError, Unsuppo
 from eigentrace.fits.calibration import Calibration
 from eigentrace.fits.file_names import MOMENTS
 from eigentrace.fits.reliability import Reliability
-from eigentrace.fits.weighted_directions import Term
+from eigentrace.fits.weighted_directions import Norm, Term
 from eigentrace.krylov.eigenpairs import Spectrum
 from eigentrace.projection.engine import Compute
 from eigentrace.settings import counted
 from eigentrace.task.task import Task
 
-Normalize = Literal["gradient", "metric"] | None
+Normalize = Literal["gradient", "features", "metric"] | None
 Unit = Literal["nats"] | None
 
 
@@ -113,15 +113,18 @@ class Fitted(ABC):
 
         Args:
             data: The examples, in any of the forms `fit` takes.
-            normalize: None, or "gradient" to scale each gradient to unit length first.
+            normalize: None; or "gradient" to scale each gradient to unit length first, "features" to scale its features
+                to unit length.
             unit: None, or "nats" to divide by the number of training examples.
             compute: Engine, precision, memory and batch size of the pass.
         """
         data, compute = as_data(data), checked_compute(compute)
         self._check(normalize, unit)
         if normalize == "metric":
-            raise InputError("normalize='metric' makes every self-influence 1: use normalize='gradient' or None.")
-        scores = self._self(data, queries=False, unit_gradients=normalize == "gradient", compute=compute)
+            raise InputError(
+                "normalize='metric' makes every self-influence 1: use normalize='gradient', 'features' or None."
+            )
+        scores = self._self(data, queries=False, norm=None if normalize == "metric" else normalize, compute=compute)
         return scores / self._divisor(unit)
 
     def influence(
@@ -138,17 +141,18 @@ class Fitted(ABC):
         Args:
             train: The training examples.
             queries: The examples whose loss, or `measurement` if the task has one, is explained.
-            normalize: None, "gradient" (every gradient to unit length) or "metric" (cosine in the H⁻¹ metric).
+            normalize: None, "gradient" (every gradient to unit length), "features" (its projection on the directions to
+                unit length) or "metric" (cosine in the H⁻¹ metric).
             unit: None, or "nats": the predicted change of the query's loss when the example is removed.
             compute: Engine, precision, memory and batch size of the passes.
         """
         self._require("influence")
         train, queries, compute = as_data(train), as_data(queries), checked_compute(compute)
         self._check(normalize, unit)
-        scores = self._cross(train, queries, unit_gradients=normalize == "gradient", compute=compute)
+        scores = self._cross(train, queries, norm=None if normalize == "metric" else normalize, compute=compute)
         if normalize == "metric":
-            of_train = self._self(train, queries=False, unit_gradients=False, compute=compute)
-            of_queries = self._self(queries, queries=True, unit_gradients=False, compute=compute)
+            of_train = self._self(train, queries=False, norm=None, compute=compute)
+            of_queries = self._self(queries, queries=True, norm=None, compute=compute)
             scores = _cosine(scores, of_queries, of_train)
         return scores / self._divisor(unit)
 
@@ -280,16 +284,16 @@ class Fitted(ABC):
         return self._files()
 
     @abstractmethod
-    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor: ...
+    def _self(self, data: Data, *, queries: bool, norm: Norm, compute: Compute) -> Tensor: ...
 
     def scores_of_rows(self, data: Data, rows: range, compute: Compute) -> Tensor:  # (n,)
         """Return the self-influence of a range of rows, equal to that from a pass over all of the data."""
         part = data if rows == range(len(data)) else data.take(rows)
-        return self._self(part, queries=False, unit_gradients=False, compute=compute)
+        return self._self(part, queries=False, norm=None, compute=compute)
 
     # The following methods are called only if `can` says that they are supported.
 
-    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool, compute: Compute) -> Tensor:
+    def _cross(self, train: Data, queries: Data, *, norm: Norm, compute: Compute) -> Tensor:
         raise NotImplementedError
 
     def _features(self, data: Data, *, queries: bool, compute: Compute) -> Tensor:
@@ -315,8 +319,8 @@ class Fitted(ABC):
         return UnsupportedError(_REFUSALS[what].format(self.method["name"]))
 
     def _check(self, normalize: Normalize, unit: Unit) -> None:
-        if normalize not in (None, "gradient", "metric"):
-            raise InputError(f"normalize must be None, 'gradient' or 'metric', got {normalize!r}.")
+        if normalize not in (None, "gradient", "features", "metric"):
+            raise InputError(f"normalize must be None, 'gradient', 'features' or 'metric', got {normalize!r}.")
         if unit not in (None, "nats"):
             raise InputError(f"unit must be None or 'nats', got {unit!r}.")
         if unit == "nats" and not self.has_curvature:
@@ -326,6 +330,8 @@ class Fitted(ABC):
             )
         if normalize == "gradient":
             self._require("unit_gradients")
+        if normalize == "features":
+            self._require("features")
         if unit == "nats" and normalize is not None:
             raise InputError(
                 f"unit='nats' cannot be combined with normalize={normalize!r}: such scores have no unit. Use unit=None."

@@ -12,6 +12,7 @@ from eigentrace.fits.fitted import Capabilities, Fitted, Unit, checked_compute
 from eigentrace.fits.on_disk import block_files, block_records, fit_manifest
 from eigentrace.fits.weighted_directions import (
     Block,
+    Norm,
     Term,
     What,
     cross_scores,
@@ -134,12 +135,12 @@ class ProjectedFit(Fitted):
         what: What = "measurements" if queries else "losses"
         return features_of(self.task, self.blocks, data, what, compute)
 
-    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
+    def _self(self, data: Data, *, queries: bool, norm: Norm, compute: Compute) -> Tensor:
         what: What = "measurements" if queries else "losses"
-        return self_scores(self.task, self.blocks, data, what, unit_gradients, compute)
+        return self_scores(self.task, self.blocks, data, what, norm, compute)
 
-    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool, compute: Compute) -> Tensor:
-        return cross_scores(self.task, self.blocks, train, queries, unit_gradients, compute)
+    def _cross(self, train: Data, queries: Data, *, norm: Norm, compute: Compute) -> Tensor:
+        return cross_scores(self.task, self.blocks, train, queries, norm, compute)
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from eigentrace.data import Data
 from eigentrace.fits.fitted import Capabilities, Fitted
+from eigentrace.fits.weighted_directions import Norm
 from eigentrace.numeric.accumulate import over
 from eigentrace.projection import Job, gradients, in_chunks, project
 from eigentrace.projection.directions import DenseDirections
@@ -31,26 +32,26 @@ class SolvedFit(Fitted):
         """Influence and unit gradients; there is nothing to save."""
         return Capabilities(influence=True, unit_gradients=True)
 
-    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
+    def _self(self, data: Data, *, queries: bool, norm: Norm, compute: Compute) -> Tensor:
         scores = []
         with self.task.session():
             job = Job.of(self.task, "measurements" if queries else "losses", compute=compute)
             for g in in_chunks(gradients(job, data), job.budget // 4):
                 score = (self.solve(g) * g).sum(dim=1)
-                scores.append((over(score, g.square().sum(dim=1)) if unit_gradients else score).cpu())
+                scores.append((over(score, g.square().sum(dim=1)) if norm else score).cpu())
         return torch.cat(scores)
 
-    def _cross(self, train: Data, queries: Data, *, unit_gradients: bool, compute: Compute) -> Tensor:
+    def _cross(self, train: Data, queries: Data, *, norm: Norm, compute: Compute) -> Tensor:
         total = torch.zeros(len(queries), len(train), dtype=self.task.layout.dtype, device="cpu")
         start = 0
         with self.task.session():
             query_job = Job.of(self.task, "measurements", compute=compute)
             for g in in_chunks(gradients(query_job, queries), query_job.budget // 4):
-                solved = self.solve(over(g, g.norm(dim=1, keepdim=True)) if unit_gradients else g)
-                job = Job.of(self.task, "losses", DenseDirections(solved, self.task.layout), unit_gradients, compute)
+                solved = self.solve(over(g, g.norm(dim=1, keepdim=True)) if norm else g)
+                job = Job.of(self.task, "losses", DenseDirections(solved, self.task.layout), norm is not None, compute)
                 for batch, found in project(job, train):
                     scores = found.features
-                    if unit_gradients:
+                    if norm:
                         scores = over(scores, found.squares().sqrt()[:, None])
                     total[start : start + len(g), batch.rows] = scores.T.cpu()
                 start += len(g)

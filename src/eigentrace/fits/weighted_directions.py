@@ -14,13 +14,15 @@ from eigentrace.fits.cut import Cut, delta_of
 from eigentrace.numeric.accumulate import over
 from eigentrace.projection import Job, gradients, in_chunks, project
 from eigentrace.projection.directions import DenseDirections, Directions, StackedDirections, apply
-from eigentrace.projection.engine import Compute
+from eigentrace.projection.engine import Compute, Projection
 from eigentrace.settings import counted
 from eigentrace.task.checkpoints import Checkpoint
 from eigentrace.task.checks import check_loss_fingerprint
 from eigentrace.task.task import Task
 
 What = Literal["losses", "measurements"]
+Norm = Literal["gradient", "features"] | None
+"""What gradients are divided by: their length, the length of their features, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Term:
 
 
 def self_scores(
-    task: Task, blocks: Sequence[Block], data: Data, what: What, unit_gradients: bool, compute: Compute
+    task: Task, blocks: Sequence[Block], data: Data, what: What, norm: Norm, compute: Compute
 ) -> Tensor:  # (N,)
     """Return the self-influence of each example."""
     if compute.engine == "forward" and any(block.identity and block.directions.count for block in blocks):
@@ -133,39 +135,58 @@ def self_scores(
             "Compute(engine='auto'), 'layerwise' or 'reverse'; or leave out the tail (fitted.distill(tail=None)), or "
             "represent it by stored features (fitted.stored(data))."
         )
+    _check_norm(blocks, norm)
     check_loss_fingerprint(task, data)
     total = torch.zeros(len(data), dtype=task.layout.dtype, device="cpu")
     for block in blocks:
         with at_state(task, block) as here:
-            norms = unit_gradients or block.identity != 0
+            norms = norm == "gradient" or block.identity != 0
             job = Job.of(here, what, block.directions, norms, compute)
             for batch, found in project(job, data, "Self-influence"):
-                scores = block.own_scores(block.settled(found.features), found.squares() if norms else None)
-                if unit_gradients:
-                    scores = over(scores, found.squares())
+                features = block.settled(found.features)
+                scores = block.own_scores(features, found.squares() if norms else None)
+                if norm:
+                    scores = over(scores, _length(found, features, norm).square())
                 total[batch.rows] += scores.cpu()
     return total
 
 
 def cross_scores(
-    task: Task, blocks: Sequence[Block], train: Data, queries: Data, unit_gradients: bool, compute: Compute
+    task: Task, blocks: Sequence[Block], train: Data, queries: Data, norm: Norm, compute: Compute
 ) -> Tensor:  # (Q, N)
     """Return the influence of every training example on every query."""
+    _check_norm(blocks, norm)
     check_loss_fingerprint(task, train)
     total = torch.zeros(len(queries), len(train), dtype=task.layout.dtype, device="cpu")
     for block in blocks:
         with at_state(task, block) as here:
             start = 0
-            for group in _weighted_queries(block, here, queries, unit_gradients, compute):
+            for group in _weighted_queries(block, here, queries, norm, compute):
                 stop = start + len(group.left)
-                job = Job.of(here, "losses", group.directions, unit_gradients, compute)
+                job = Job.of(here, "losses", group.directions, norm == "gradient", compute)
                 for batch, found in project(job, train, "Influence"):
                     scores = group.left @ found.features.T
-                    if unit_gradients:
+                    if norm == "gradient":
                         scores = over(scores, found.squares().sqrt())
+                    elif norm == "features":
+                        scores = over(scores, block.settled(found.features).norm(dim=1))
                     total[start:stop, batch.rows] += scores.cpu()
                 start = stop
     return total
+
+
+def _check_norm(blocks: Sequence[Block], norm: Norm) -> None:
+    if norm == "features" and any(block.identity for block in blocks):
+        raise UnsupportedError(
+            "normalize='features' divides by the length of the features, but the tail of this fit needs whole "
+            "gradients, which have another length. Leave out the tail (fitted.distill(tail=None)), represent it by "
+            "stored features (fitted.stored(data)), or use normalize='gradient'."
+        )
+
+
+def _length(found: Projection, features: Tensor, norm: Norm) -> Tensor:  # (B,)
+    """Return the length of each gradient, or of its settled features."""
+    return features.norm(dim=1) if norm == "features" else found.squares().sqrt()
 
 
 @dataclass(frozen=True)
@@ -177,7 +198,7 @@ class _WeightedQueries:
 
 
 def _weighted_queries(
-    block: Block, task: Task, queries: Data, unit_gradients: bool, compute: Compute
+    block: Block, task: Task, queries: Data, norm: Norm, compute: Compute
 ) -> Iterator[_WeightedQueries]:
     """Yield groups of queries that can be scored by one pass over the training data each.
 
@@ -186,15 +207,16 @@ def _weighted_queries(
     """
     if block.identity == 0:
         lefts = []
-        job = Job.of(task, "measurements", block.directions, unit_gradients, compute)
+        job = Job.of(task, "measurements", block.directions, norm == "gradient", compute)
         for _, found in project(job, queries):
-            left = block.weighted(block.settled(found.features))
-            lefts.append(over(left, found.squares().sqrt()[:, None]) if unit_gradients else left)
+            features = block.settled(found.features)
+            left = block.weighted(features)
+            lefts.append(over(left, _length(found, features, norm)[:, None]) if norm else left)
         yield _WeightedQueries(torch.cat(lefts), block.directions)
         return
     job = Job.of(task, "measurements", compute=compute)
     for chunk in in_chunks(gradients(job, queries), job.budget):
-        if unit_gradients:
+        if norm:
             chunk = over(chunk, chunk.norm(dim=1, keepdim=True))  # noqa: PLW2901
         phi = apply(block.directions, task.layout.unflatten(chunk))
         eye = torch.eye(len(chunk), dtype=chunk.dtype, device=chunk.device)

@@ -11,6 +11,7 @@ from torch import Tensor
 from eigentrace.data import Batch, Data
 from eigentrace.errors import TaskError, UnsupportedError
 from eigentrace.fits.fitted import Fitted
+from eigentrace.fits.weighted_directions import Norm
 from eigentrace.numeric.accumulate import over
 from eigentrace.projection import Job, project
 from eigentrace.projection.directions import DenseDirections, Directions
@@ -96,7 +97,7 @@ class SupportFit(Fitted):
     num_train: int
     has_curvature: bool = False
 
-    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
+    def _self(self, data: Data, *, queries: bool, norm: Norm, compute: Compute) -> Tensor:
         """Score training examples; each is assumed to be part of the sum, and its own share is subtracted."""
         scores = torch.empty(len(data), dtype=self.task.layout.dtype, device="cpu")
         with self.task.session():
@@ -152,7 +153,7 @@ class TangentFit(Fitted):
     num_train: int
     has_curvature: bool = False
 
-    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
+    def _self(self, data: Data, *, queries: bool, norm: Norm, compute: Compute) -> Tensor:
         """Score training examples; each is assumed to be part of the regression, and is left out of its prediction."""
         scores = torch.empty(len(data), dtype=self.task.layout.dtype, device="cpu")
         with self.task.session():

@@ -14,6 +14,7 @@ from eigentrace.data import Data
 from eigentrace.data.batch import map_tensors, tensors_of
 from eigentrace.errors import InputError
 from eigentrace.fits.fitted import Fitted
+from eigentrace.fits.weighted_directions import Norm
 from eigentrace.methods.method import ready
 from eigentrace.progress import track
 from eigentrace.projection.engine import Compute
@@ -68,7 +69,7 @@ class LossFit(Fitted):
         """Whether the score is the loss itself, instead of a mean over checkpoints or changes."""
         return self.states == (None,) and self.changes == (None,)
 
-    def _self(self, data: Data, *, queries: bool, unit_gradients: bool, compute: Compute) -> Tensor:
+    def _self(self, data: Data, *, queries: bool, norm: Norm, compute: Compute) -> Tensor:
         return self._mean(data, 0)
 
     def scores_of_rows(self, data: Data, rows: range, compute: Compute) -> Tensor:  # (n,)

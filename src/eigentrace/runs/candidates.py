@@ -42,14 +42,14 @@ def by_features(
 ) -> Ranked:
     """Return the top k examples of each query, scored by stored features only.
 
-    If the features lack the tail, gradients are normalised without it too: by their length, or their length in the
-    metric, within the kept directions.
+    If the features lack the tail, "metric" normalises without it too: by the length in the metric within the kept
+    directions, so that an example's cosine with itself is 1.
     """
     phi: Tensor = queries.features  # type: ignore[assignment]
     weighted = phi.double() * run.weights
     if normalize is None:
         return search(run.feature_chunks(), weighted.float(), k, allowed=allowed, device=device)
-    if run.holds_everything:
+    if normalize == "gradient" or (normalize == "metric" and run.holds_everything):
         of_queries, scale = _whole_sizes(run, queries, normalize)
         weighted = weighted / of_queries
         return search(run.feature_chunks(), weighted.float(), k, allowed=allowed, scale=scale, device=device)

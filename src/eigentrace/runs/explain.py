@@ -134,8 +134,9 @@ def explain(
         k: Number of proponents, and of opponents, per query.
         fitted: The fit, needed for new examples and for exact scores.
         data: The examples that were scored, needed for exact scores.
-        normalize: None, "gradient" (gradients scaled to length 1) or "metric" (cosine in the metric of the curvature).
-            With None, examples with large gradients rank high for every query.
+        normalize: None, "gradient" (gradients scaled to length 1), "features" (their features scaled to length 1; by
+            stored features only) or "metric" (cosine in the metric of the curvature). With None, examples with large
+            gradients rank high for every query.
         same_label: Consider only examples with the query's own label.
         top_labels: Consider only examples with one of this many most probable labels of the query, as in the paper.
         exclude: "self" excludes the query's own row, "duplicates" also all its exact duplicates, None nothing.
@@ -173,8 +174,8 @@ def _check(k: int, shortlist: int | None, normalize: Normalize, exclude: Exclude
     check_counts(1, k=k)
     if shortlist is not None:
         check_counts(2, shortlist=shortlist)
-    if normalize not in (None, "gradient", "metric"):
-        raise InputError(f"normalize must be None, 'gradient' or 'metric', got {normalize!r}.")
+    if normalize not in (None, "gradient", "features", "metric"):
+        raise InputError(f"normalize must be None, 'gradient', 'features' or 'metric', got {normalize!r}.")
     if exclude not in (None, "self", "duplicates"):
         raise InputError(f"exclude must be None, 'self' or 'duplicates', got {exclude!r}.")
 
@@ -242,7 +243,12 @@ def _model(
     run: RunReader, fitted: Fitted | None, data: Data | None, wanted: bool | None, normalize: Normalize
 ) -> _Model | None:
     """Return the model for exact scores if it is available and wanted; None if stored features are to be used."""
-    if fitted is None or data is None:
+    if normalize == "features" and wanted:
+        raise InputError(
+            "normalize='features' scores by stored features only, and rescore=True by whole gradients. Use "
+            "normalize='gradient', or do not pass rescore=True."
+        )
+    if fitted is None or data is None or normalize == "features":
         _check_answerable(run, wanted, normalize)
         return None
     # Each member of an ensemble has its own gradients, and the run stores the gradient norm of only one member.
