@@ -23,7 +23,7 @@ from experiments.digits.parts.large_network import SMALL as SMALL_RECIPE
 from experiments.digits.parts.large_network import Recipe, stream
 from experiments.digits.parts.noise import NoisyDigits, Subject, dataset, source_name, subject
 from experiments.digits.parts.picture_grid import Picture, Strip, strips_svg
-from experiments.digits.parts.scores import SMALL, Size, once, own_arnoldi, paper_arnoldi, timed, trainings
+from experiments.digits.parts.scores import SMALL, Size, once, own_arnoldi, timed, trainings
 from experiments.shared.frame import Experiment, Part, Records, Session, main
 from harness.measure import Cell
 from harness.plot import Drawing
@@ -83,7 +83,7 @@ def measure(session: Session) -> None:
     for seed in session.seeds:
         trained = subject(session, recipe, seed, digits)
         methods = {
-            "paper": paper_arnoldi(size, seed, size.sample, spread=True),
+            "paper": et.Arnoldi.as_published(size.steps, max(size.keeps), size.sample, seed=seed, compile=False),
             "tail": own_arnoldi(size, seed, size.sample),
         }
         for name, method in methods.items():

@@ -1,5 +1,6 @@
 """What only Arnoldi has: steps, samples, restarts, cuts, the tail."""
 
+import copy
 import dataclasses
 import warnings
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import eigentrace as et
+from eigentrace.curvature.operator import Curvature
 from eigentrace.errors import (
     ConvergenceWarning,
     EigentraceWarning,
@@ -19,6 +21,7 @@ from eigentrace.errors import (
     UnsupportedError,
 )
 from eigentrace.krylov.iterate import Ending
+from eigentrace.numeric.rank_correlation import spearman
 from tests.helpers.expecting import expect_mentions, refused, warned
 from tests.helpers.models import Case, dense_gradients, dense_hessian
 from tests.helpers.small import cross_entropy
@@ -50,6 +53,66 @@ def test_with_every_direction_it_is_the_exact_inverse(cases, kind):
     assert fitted.spectrum.ending is Ending.WHOLE_SPACE
     a, b = (f.influence(case.batches, case.queries) for f in (fitted, exact))
     assert (a - b).norm() < 1e-6 * b.norm()
+
+
+def algorithm_1(hessians, start, keep, diagonalise):
+    """The paper's pseudocode, word by word: a Hessian for every step, one Gram-Schmidt pass, no symmetry assumed."""
+    n = len(hessians)
+    w, A = [start / start.norm()], torch.zeros(n + 1, n, dtype=start.dtype)
+    for i in range(1, n + 1):
+        new = hessians[i - 1] @ w[i - 1]
+        for j in range(i):
+            A[j, i - 1] = new @ w[j]
+        new = new - sum(A[j, i - 1] * w[j] for j in range(i))
+        A[i, i - 1] = new.norm()
+        w.append(new / new.norm())
+    values, vectors = diagonalise(A[:n])  # without the last row, and the last w
+    order = values.abs().argsort(descending=True)[:keep]
+    return values[order], vectors[:, order].T @ torch.stack(w[:n])
+
+
+def symmetrised(A):
+    return torch.linalg.eigh((A + A.T) / 2)
+
+
+def as_computed(A):
+    values, vectors = torch.linalg.eig(A)
+    return values.real, vectors.real / vectors.real.norm(dim=0)
+
+
+def test_as_published_is_algorithm_1(problem, monkeypatch):
+    task, dataset = problem
+    model = copy.deepcopy(task.model).double()
+    x, y = dataset.tensors[0].double(), dataset.tensors[1]
+    drawn, asked = [], []
+    sample, matvec = et.Data.sample, Curvature.matvec
+    monkeypatch.setattr(et.Data, "sample", lambda self, *args: drawn.append(sample(self, *args)) or drawn[-1])
+    monkeypatch.setattr(Curvature, "matvec", lambda self, v: asked.append((self.rows, v.clone())) or matvec(self, v))
+    steps, keep = 40, 8
+    method = et.Arnoldi.as_published(steps, keep, batch=100, seed=4)
+    fitted = method.fit(et.classification(model), TensorDataset(x, y))
+    batches, start = [rows for rows, _ in asked[-steps:]], asked[-steps][1]
+    assert len({rows.tobytes() for rows in batches}) == steps  # each product has examples of its own
+    assert {rows.tobytes() for rows in batches} <= {rows.tobytes() for rows in drawn}
+
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    def loss(theta, rows):
+        parts = theta.split([p.numel() for p in model.parameters()])
+        params = {name: part.view_as(p) for part, (name, p) in zip(parts, model.named_parameters(), strict=True)}
+        return nn.functional.cross_entropy(torch.func.functional_call(model, params, x[rows]), y[rows])
+
+    hessians = [torch.func.hessian(loss)(flat, torch.from_numpy(rows)) for rows in batches]
+    one = torch.func.vmap(torch.func.grad(lambda theta, row: loss(theta, row[None])), (None, 0))
+    gradients = one(flat, torch.arange(len(x)))
+    values, G = algorithm_1(hessians, start, keep, symmetrised)
+    own = ((gradients @ G.T).square() / values).sum(dim=1)
+    assert torch.allclose(fitted.spectrum.eigenvalues, values, rtol=1e-8)
+    assert torch.allclose(fitted.self_influence(TensorDataset(x, y)), own, rtol=1e-6)
+    # What the paper computes with eigenvectors that need not be orthonormal ranks almost alike.
+    values, G = algorithm_1(hessians, start, keep, as_computed)
+    literal = ((gradients @ G.T).square() / values).sum(dim=1)
+    assert spearman(literal[None].numpy(), own[None].numpy()) > 0.95
 
 
 def test_every_copy_of_a_repeated_eigenvalue_is_found():

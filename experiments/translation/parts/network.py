@@ -128,16 +128,8 @@ class Network:
         """Return the settings of a fit: the paper's, or Gauss-Newton on a fixed sample with the tail."""
         size, keep, basis = self.size, max(KEEPS), et.Basis(dtype=self.size.basis)
         if estimator == PAPER_WAY:
-            return et.Arnoldi(
-                size.steps,
-                keep,
-                curvature="hessian",
-                tail=None,
-                sample=size.sample,
-                spread=True,
-                precision=size.precision,
-                basis=basis,
-                compile=False,
+            return et.Arnoldi.as_published(
+                size.steps, keep, size.sample, precision=size.precision, basis=basis, compile=False
             )
         return et.Arnoldi(
             size.tail_steps, keep, sample=size.tail_sample, precision=size.precision, basis=basis, compile=False

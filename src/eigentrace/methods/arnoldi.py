@@ -82,6 +82,49 @@ class Arnoldi:
 
     __repr__ = settings_repr
 
+    @classmethod
+    def as_published(
+        cls,
+        steps: int = 200,
+        keep: int = 10,
+        batch: int = 512,
+        *,
+        positive_only: bool = False,
+        seed: int = 0,
+        basis: Basis | None = None,
+        precision: Precision = "fp32",
+        compile: bool | Literal["auto"] = "auto",
+    ) -> "Arnoldi":
+        """Return the estimator of *Scaling Up Influence Functions*: Algorithm 1, for comparisons with the paper.
+
+        It uses the Hessian, new examples for every product, one random start vector, and no tail. One thing differs:
+        the symmetric part of the projected matrix is diagonalised, so that eigenvalues are real and eigenvectors
+        orthonormal. With one fixed batch that matrix is symmetric already.
+
+        Args:
+            steps: n, the number of products.
+            keep: p̃, the number of eigenpairs of largest |λ|.
+            batch: Number of examples for each product.
+            positive_only: Drop eigenpairs with negative eigenvalues, as the paper does for image classifiers.
+            seed: Seed of the batches and of the start vector.
+            basis: See `Arnoldi.basis`.
+            precision: See `Arnoldi.precision`.
+            compile: See `Arnoldi.compile`.
+        """
+        return cls(
+            steps,
+            keep,
+            "hessian",
+            tail=None,
+            positive_only=positive_only,
+            sample=batch,
+            spread=True,
+            seed=seed,
+            basis=basis or Basis(),
+            precision=precision,
+            compile=compile,
+        )
+
     def __post_init__(self) -> None:
         check_counts(1, steps=self.steps, keep=self.keep)
         check_counts(0, seed=self.seed)
