@@ -42,7 +42,7 @@ def test_guide_code_runs(capsys, tmp_path, monkeypatch):
     assert f"# {capsys.readouterr().out}" in page
     assert names["cosine"].abs().max() <= 1 + 1e-5
     assert names["phi"].shape == (80, 10)
-    assert len(names["paper"].spectrum.eigenvalues) <= 5
+    assert len(names["small"].spectrum.eigenvalues) <= 5
     assert names["tracin"].self_influence(names["data"]).shape == (80,)
 
 
