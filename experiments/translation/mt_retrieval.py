@@ -49,6 +49,7 @@ from experiments.translation.parts.network import (
     needed,
     options,
     size_of,
+    untrained_network,
 )
 from harness.measure import Cell, attempt, release, with_seconds
 
@@ -56,14 +57,14 @@ Engine = Literal["layerwise", "forward", "reverse"]
 
 # Number of RandProj draws: drawing directions of 60M numbers takes longer than scoring with them.
 ROW_SETS = 2
-# Largest batch of complete gradients: those of the embedding then have just below 2³¹ elements.
-WHOLE_AT_ONCE = 128
 
-SCORED_BY: dict[str, tuple[et.RandSelect | et.RandProj, Engine]] = {
-    WAYS[0]: (et.RandSelect(100), "reverse"),
-    WAYS[1]: (et.RandSelect(100), "layerwise"),
-    WAYS[2]: (et.RandProj(20), "forward"),
-    WAYS[3]: (et.RandProj(20), "layerwise"),
+# Method, engine, and the number of gradients or tangents in memory at a time; None for as many as the engine chooses.
+SCORED_BY: dict[str, tuple[et.RandSelect | et.RandProj, Engine, int | None]] = {
+    WAYS[0]: (et.RandSelect(100), "reverse", max(BATCHES)),
+    WAYS[1]: (et.RandSelect(100), "layerwise", None),
+    WAYS[2]: (et.RandProj(20), "forward", 1),
+    WAYS[3]: (et.RandProj(20), "forward", None),
+    WAYS[4]: (et.RandProj(20), "layerwise", None),
 }
 
 
@@ -246,12 +247,13 @@ def _has(part: Part, layers: str, work: Work) -> bool:
 
 def measure_memory(session: Session) -> None:
     """Measure time and memory of scoring by method, engine and batch size."""
-    count = 128 if session.small else 1024
-    part = session.part("memory", "Memory of scoring", asdict(size_of(session)) | {"pairs": count})
+    count = 128 if session.small else max(BATCHES)
+    settings = asdict(size_of(session)) | {"pairs": count, "weights": "random"}
+    part = session.part("memory", "Memory of scoring", settings)
     names = {(way, size): f"{way}, batch {size}" for way in WAYS for size in BATCHES}
     if all(part.has(name) for name in names.values()):
         return
-    network, _ = load_network(session)
+    network = untrained_network(session)
     some = np.sort(np.random.default_rng(0).permutation(len(network.train))[:count])
     data = Ordered.of(network.train.take(some), max(BATCHES)).data
     held: dict[et.RandSelect | et.RandProj, ProjectedFit] = {}
@@ -263,21 +265,27 @@ def _memory(
     network: Network, data: et.Data, way: str, size: int, held: dict[et.RandSelect | et.RandProj, ProjectedFit]
 ) -> Cell:
     """Score with one set of directions at a time, so that others do not count as memory."""
-    method, engine = SCORED_BY[way]
+    method, engine, at_once = SCORED_BY[way]
     task = network.task(ALL)
     device = task.layout.device
     if method not in held:
         held.clear()
         held[method] = method.fit(task, data)
     fitted = held[method]
-    # Otherwise the batch of complete gradients would depend on the free memory.
-    whole = 2 * task.layout.numel * task.layout.dtype.itemsize * min(size, WHOLE_AT_ONCE)
-    memory = whole if engine == "reverse" else None
+    each = task.layout.numel * task.layout.dtype.itemsize
+    memory = None if at_once is None else 2 * each * min(size, at_once)
     compute = et.Compute(engine=engine, precision=network.size.score_precision, memory=memory, batch=size)
     release(device)
     _, seconds = with_seconds(lambda: fitted.self_influence(data.rebatched(size), compute=compute), device)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return {"peak": peak, "pairs_per_second": len(data) / seconds}
+    cell: Cell = {"pairs_per_second": len(data) / seconds}
+    if device.type == "cuda":
+        cell["peak"] = torch.cuda.max_memory_allocated(device)
+        if engine == "reverse" and each * size > torch.cuda.get_device_properties(device).total_memory:
+            cell["note"] = (
+                f"{size} whole gradients take {each * size / 2**30:.0f} GiB, more than the GPU has: they went through "
+                "in parts of as many as fit."
+            )
+    return cell
 
 
 EXPERIMENT = Experiment(

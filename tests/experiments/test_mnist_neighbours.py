@@ -18,6 +18,7 @@ from experiments.digits.mnist_neighbours import (
     _pictured,
     figures,
     neighbours,
+    own_proponents,
     queries_of,
     shares,
     tables,
@@ -70,6 +71,17 @@ def test_neighbours_are_the_extremes_of_influence(digits):
         assert scores[query, found.rows["proponents"][query, 0]] == scores[query].max()
 
 
+def test_of_its_own_proponents_are_counted_those_that_are_the_digit_itself(digits):
+    fitted = et.TracIn().fit(et.classification(make_cnn(0).eval()), digits.data)
+    # A digit is as much like itself as can be at unit length; otherwise longer gradients may come first.
+    assert own_proponents(fitted, digits, 0, 10, "gradient")["itself"] == 100
+    rows = torch.arange(len(digits.labels))
+    scores = fitted.influence(digits.data, digits.data)
+    share = 100 * float((scores.argmax(dim=1) == rows).double().mean())
+    assert own_proponents(fitted, digits, 0, len(rows), None)["itself"] == pytest.approx(share)
+    assert share < 100
+
+
 def test_shares_count_labels_digits_and_noise(digits):
     """The first query is that of the figure and does not count."""
     right, wrong = (~digits.is_wrong).nonzero()[:, 0], digits.is_wrong.nonzero()[:, 0]
@@ -94,8 +106,11 @@ def _results(digits):
 
 
 def test_the_table_has_the_words_of_the_paper_in_the_right_rows(digits):
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables(_results(digits))]
-    assert len(rows) == 2 + 16
+    lines = tables(_results(digits))
+    end = lines.index("")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[:end]]
+    assert len(rows) == 2 + 16 + 4
+    assert len(lines[end + 1 :]) == 2 + 5
     said = ["wrong label, opponents, gradients as they are", "paper's estimator", "90%", "80%", "30%", "9s labeled 4"]
     assert said in rows
     assert ["right label, proponents, gradients at unit length", "with tail", "90%", "80%", "10%", "–"] in rows
@@ -116,7 +131,7 @@ def test_a_small_run_from_end_to_end(tmp_path):
     assert main(EXPERIMENT, ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]) == 0
     (records,) = json.loads((tmp_path / "data" / "mnist_neighbours_small.json").read_text()).values()
     cells = records["neighbours"]["cells"]
-    assert len(cells) == 16
+    assert len(cells) == (3 + 2) * (1 + 2 * 2)
     assert cells["tail, right, proponents, yes, seed 0"]["same_given"] > 80
     assert cells["tail, right, opponents, yes, seed 0"]["same_given"] < 20
     page = (tmp_path / "mnist_neighbours_small.md").read_text()

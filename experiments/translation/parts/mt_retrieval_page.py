@@ -26,12 +26,13 @@ SELECTED = (10, 100, 1000)
 POSITIVE = "Arnoldi, λ > 0"
 PER_METHOD = {"RandSelect": SELECTED, "RandProj": KEEPS, PAPER_WAY: KEEPS, POSITIVE: KEEPS, OUR_WAY: KEEPS}
 NUMBERS = ("auc", "ap", "mean_auc", "mean_ap")
-BATCHES = (64, 512)
+BATCHES = (64, 512, 2048)
 WAYS = (
     "RandSelect, K=100, whole gradients",
     "RandSelect, K=100, layer by layer",
-    "20 dense rows, forward mode",
-    "20 dense rows, layer by layer",
+    "20 dense directions, forward mode, one at a time",
+    "20 dense directions, forward mode, eight at a time",
+    "20 dense directions, layer by layer",
 )
 """Rows of the table of memory: method and engine."""
 ABOUT = """\
@@ -63,10 +64,11 @@ paper, from pairs that the network was trained on with their true targets.
   pairs are scored, those of one length together, so that little is padding. Padding has no say: it is masked in
   attention and left out of the loss.
 
-*Memory* is what scoring 1,024 training pairs takes at most at one batch size, the network and the rows included. The
-paper had to go down from 512 to 64 pairs for RandSelect, which takes gradients, while dense rows, Arnoldi's or
-RandProj's, went by forward mode. Here whole gradients are taken of at most 128 pairs together, forward mode pushes up
-to eight rows together, and any batch that does not fit goes through in parts; what was held before it failed counts.
+*Memory* is what scoring 2,048 training pairs takes at most at one batch size, the network and the directions included.
+The paper had to go down from 512 to 64 pairs for RandSelect, which takes gradients, while dense directions, those of
+Arnoldi or RandProj, went by forward mode, one after the other. Here the whole gradients of a batch are taken together,
+forward mode pushes one direction or eight at a time, and a batch that does not fit goes through in parts; what was held
+before it failed counts. The weights are random, since memory does not depend on them.
 
 `python -m experiments.translation.mt_retrieval --data FOLDER --score-precision bf16` runs all of it, a quarter of an
 hour on an H200; `--steps` trains for longer, `--precision bf16` takes curvature in bfloat16, `--score-precision fp32`

@@ -142,6 +142,13 @@ def load_network(session: Session) -> tuple[Network, Corpora]:
     return _loaded(Corpora.of(session), size_of(session), session.device)
 
 
+def untrained_network(session: Session) -> Network:
+    """Return a network of the same size with random weights, to measure what does not depend on them."""
+    corpora, size = Corpora.of(session), size_of(session)
+    train = corpora.pairs("train").to(session.device)
+    return Network(make_transformer(size.recipe, session.device, seed=0), train, size, corpora.cache, {})
+
+
 @lru_cache(maxsize=1)
 def _loaded(corpora: Corpora, size: Size, device: torch.device) -> tuple[Network, Corpora]:
     train = corpora.pairs("train").to(device)
