@@ -15,7 +15,8 @@ from harness.record import read
 
 NAMES = (
     *("digits.mnist_small", "digits.mnist_large", "digits.mnist_long", "digits.mnist_neighbours"),
-    *("digits.inverse_arnoldi", "images.vit_cifar", "images.image_exemplars", "images.resnet_curve", "images.scaling"),
+    *("digits.inverse_arnoldi", "images.resnet_cifar", "images.vit_cifar", "images.image_exemplars"),
+    *("images.resnet_curve", "images.scaling"),
     *("translation.mt_retrieval", "translation.mt_filter", "translation.mt_prefiltered", "translation.mt_exemplars"),
     "translation.throughput",
 )
@@ -57,9 +58,13 @@ def page(out: Path) -> str:
 
 def _glance(out: Path) -> list[str]:
     """List, for every experiment that ran, the paper's finding and whether it was reproduced."""
-    ran = [experiment for experiment in experiments() if experiment.seen and read(data_file(out, experiment.name))]
-    lines = [f"- [{experiment.title}](#{_anchor(experiment.title)}). {experiment.seen}" for experiment in ran]
+    verdicts = [(each, each.verdict_line(read(data_file(out, each.name)))) for each in _ran(out)]
+    lines = [f"- [{each.title}](#{_anchor(each.title)}). {verdict}" for each, verdict in verdicts if verdict]
     return ["What the paper reports, and whether it is seen here:", "", *lines] if lines else []
+
+
+def _ran(out: Path) -> list[Experiment]:
+    return [experiment for experiment in experiments() if read(data_file(out, experiment.name))]
 
 
 def _anchor(title: str) -> str:

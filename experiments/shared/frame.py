@@ -63,8 +63,9 @@ class Experiment:
     """Adds the options of this experiment to the command line."""
     verdict: str = ""
     """Discussion of the results at full size in Markdown: where they agree with the paper and where not."""
-    seen: str = ""
-    """The verdict in a line or two, for the summary of all experiments."""
+    seen: str | Callable[[Records], str] = ""
+    """The verdict in a line or two, for the summary of all experiments; or a function that computes it from the results
+    of one machine."""
     needed: Needed = field(default_factory=Needed)
     """The files that it reads."""
     first: tuple[str, ...] = ()
@@ -81,6 +82,12 @@ class Experiment:
     def command(self) -> str:
         """The command that runs it."""
         return f"python -m {self.module}"
+
+    def verdict_line(self, results: Mapping[str, Records]) -> str:
+        """Return the verdict in a line or two; computed ones for every machine with results."""
+        if isinstance(self.seen, str):
+            return self.seen
+        return " ".join(filter(None, map(self.seen, results.values())))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ NUM_CLASSES = 10
 ARCHIVE = "cifar-10-python.tar.gz"
 _URL, _MD5 = f"https://www.cs.toronto.edu/~kriz/{ARCHIVE}", "c58f30108f718f92721af3b95e74349a"
 _HUMAN = "cifar10n_labels_00000_14999.npz"
+IMAGES: list[Wanted] = [("cifar10_train_*.npz", ARCHIVE), ("cifar10_test_00000.npz", ARCHIVE)]
+"""The files of the images."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,11 @@ def needed(
         has_human: Tells whether a part reads people's labels, with the settings of the command line.
         others: What parts that read other files read.
     """
-    images: list[Wanted] = [("cifar10_train_*.npz", ARCHIVE), ("cifar10_test_00000.npz", ARCHIVE)]
 
     def files(settings: argparse.Namespace, part: str) -> Sequence[Wanted]:
         if others and part in others:
             return others[part]
-        return [*images, (_HUMAN,)] if has_human(settings, part) else images
+        return [*IMAGES, (_HUMAN,)] if has_human(settings, part) else IMAGES
 
     return Needed(files, public=frozenset([ARCHIVE]))
 
