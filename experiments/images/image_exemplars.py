@@ -27,7 +27,8 @@ from eigentrace.evaluate import retrieval, spearman
 from experiments.images.parts.cifar import needed
 from experiments.images.parts.exemplar_numbers import answers, bands, deciles, predicted_right
 from experiments.images.parts.exemplar_page import ABOUT, NORMALISATIONS, figures, tables
-from experiments.images.parts.exemplar_problems import PHOTOS, Pictures, cifar, photo_pictures
+from experiments.images.parts.exemplar_problems import PHOTOS, Pictures, cifar, photo_pictures, resnet20
+from experiments.images.parts.resnet20 import FILES
 from experiments.shared.frame import Experiment, Session, main
 from harness.measure import Cell, synchronize
 
@@ -198,12 +199,13 @@ EXPERIMENT = Experiment(
     parts={
         "cifar": partial(measure, "cifar", partial(cifar, noisy=False)),
         "cifar_noisy": partial(measure, "cifar_noisy", partial(cifar, noisy=True)),
+        "cifar_resnet20": partial(measure, "cifar_resnet20", resnet20),
         "photos": partial(measure, "photos", photo_pictures),
     },
     tables=tables,
     figures=figures,
     options=_options,
-    needed=needed(lambda settings, part: part == "cifar_noisy", {"photos": [(PHOTOS,)]}),
+    needed=needed(lambda settings, part: part == "cifar_noisy", {"photos": [(PHOTOS,)], "cifar_resnet20": FILES}),
     verdict=VERDICT,
     seen=(
         "High self-influence means mislabelled or odd: seen. A picture is its own strongest proponent: with the "

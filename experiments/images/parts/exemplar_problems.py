@@ -18,12 +18,14 @@ from eigentrace.rendering.png import encode_png
 from experiments.images.parts import photos, resnet
 from experiments.images.parts.cifar import digits, load
 from experiments.images.parts.noise_problems import ResNet, accuracy
+from experiments.images.parts.resnet20 import trained
 from experiments.shared.frame import Session
 from experiments.shared.kept import kept, name_of
 
 PHOTOS = "imagenette224_jpeg.npz"
 CIFAR_CLASSES = ("plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PHOTO_CLASSES = ("tench", "springer", "cassette", "chainsaw", "church", "horn", "truck", "pump", "golf", "chute")
+DIGITS = tuple("0123456789")
 """Short class names, which fit below an image."""
 _DECODED, _THUMBNAIL = 96, 64
 
@@ -68,13 +70,37 @@ def cifar(session: Session, *, noisy: bool) -> Pictures:
         inputs=train,
         labels=labels,
         is_bad=labels != images.labels,
-        classes=tuple("0123456789") if is_digits else CIFAR_CLASSES,
+        classes=DIGITS if is_digits else CIFAR_CLASSES,
         uri=lambda row: as_uri(pixels(train, row)),
         settings={"examples": len(train), "recipe": repr(recipe)},
         facts={
             "parameters": sum(p.numel() for p in model.parameters()),
             "accuracy_given": accuracy(model, train, labels),
             "accuracy_test": accuracy(model, test, images.test_labels),
+            "num_test": len(images.test_labels),
+        },
+    )
+
+
+def resnet20(session: Session) -> Pictures:
+    """CIFAR-10 with published labels and the published ResNet-20, which was trained on all of the training images."""
+    small = session.small
+    network = trained(session, 300 if small else 15_000, 200 if small else 5_000)
+    images, model = network.images, network.model
+    is_digits = images.title != "CIFAR-10"
+    return Pictures(
+        title=f"{images.title}, published ResNet-20" if not is_digits else "embedded digits for a ResNet-20",
+        model=model,
+        inputs=images.train,
+        labels=images.labels,
+        is_bad=torch.zeros_like(images.labels, dtype=torch.bool),
+        classes=DIGITS if is_digits else CIFAR_CLASSES,
+        uri=lambda row: as_uri(pixels(images.train, row)),
+        settings={"examples": len(images.labels), "network": "resnet20"},
+        facts={
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "accuracy_given": accuracy(model, images.train, images.labels),
+            "accuracy_test": network.accuracy,
             "num_test": len(images.test_labels),
         },
     )
@@ -181,4 +207,4 @@ def _digits() -> Photos:
     labels[~is_val] = wrong.labels
     is_bad = torch.zeros(len(chosen), dtype=torch.bool)
     is_bad[~is_val] = wrong.is_wrong
-    return Photos(images, labels, is_val, is_bad, tuple("0123456789"), lambda row: as_uri(pixels(images, row)))
+    return Photos(images, labels, is_val, is_bad, DIGITS, lambda row: as_uri(pixels(images, row)))
