@@ -47,10 +47,10 @@ PARTS = {
     "human": "Training labels given by people (CIFAR-10N, worst of three)",
 }
 ABOUT = """\
-The paper's table is run again with a [well-trained ResNet-20](resnet_cifar.md). **Here** its scores meet a weak
-network, and wrong labels that were trained on: a ViT of 1.2M parameters (patches of 4 × 4, six blocks, 128 wide) is
-trained from nothing on 15,000 images for 80 epochs. Its accuracy is in the first table: images that it gets wrong by
-itself compete with the flipped labels.
+The paper's table is run again with a well-trained ResNet-20, by `python -m experiments.images.resnet_cifar`. **Here**
+its scores meet a weak network, and wrong labels that were trained on: a ViT of 1.2M parameters (patches of 4 × 4, six
+blocks, 128 wide) is trained from nothing on 15,000 images for 80 epochs. Its accuracy is in the first table: images
+that it gets wrong by itself compete with the flipped labels.
 
 - *heldout*, the paper's setting: trained on clean labels, 10% of 5,000 test labels flipped; curvature of the training
   images, the test images scored.

@@ -115,8 +115,8 @@ def test_a_folder_without_data_and_an_archive_with_code_are_refused(tmp_path):
 def test_the_network_has_the_size_that_the_page_tells():
     assert sum(p.numel() for p in make_vit(Recipe(), CPU, 0).parameters()) == 1_205_898
     assert "1.2M parameters" in EXPERIMENT.about
-    assert f"\n{Recipe().epochs} epochs" in EXPERIMENT.about
-    assert f"one fixed sample of {Size().sample:,} images" in EXPERIMENT.about
+    assert f" for {Recipe().epochs} epochs" in EXPERIMENT.about
+    assert f"one fixed sample of {Size().sample:,} images" in " ".join(EXPERIMENT.about.split())
 
 
 def test_training_follows_from_the_seed_and_is_kept(tmp_path):

@@ -32,8 +32,8 @@ put numbers beside its descriptions.
 
 What runs here is smaller. *CIFAR-10*: its first 15,000 training images, a residual network of eight layers trained with
 flips and shifts, once on the published labels and once on labels that people gave (CIFAR-10N, the worst of three), of
-which it is known which are wrong; and a published ResNet-20, trained on all 50,000 images, which is the network of the
-[table of wrong labels](resnet_cifar.md). *Photos*: 250 of ImageNet at 64 pixels, 25 for each of Imagenette's ten
+which it is known which are wrong; and a published ResNet-20, trained on all 50,000 images, which is the network of
+`python -m experiments.images.resnet_cifar`. *Photos*: 250 of ImageNet at 64 pixels, 25 for each of Imagenette's ten
 classes, and a network like the first trained from scratch with crops, mirroring and changes of colour. So few photos
 make a weak network: its accuracy on 60 others is stated. For twenty of the 250 at most two of five people chose the
 given label; nobody was asked about most of the others. These twenty count as wrong, but need not be outliers here:
