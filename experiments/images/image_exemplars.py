@@ -40,11 +40,11 @@ _BATCH = 1024
 """Batch size: the paper's sample of 512 images in one batch, ours in two."""
 
 FITS = {
-    "paper": et.Arnoldi(steps=200, keep=10, curvature="hessian", tail=None, sample=512, compile=False),
+    "paper": et.Arnoldi.as_published(steps=200, keep=10, batch=512, compile=False),
     "ours": et.Arnoldi(steps=200, keep=50, sample=2048, compile=False),
 }
 SMALL_FITS = {
-    "paper": et.Arnoldi(steps=20, keep=10, curvature="hessian", tail=None, sample=64),
+    "paper": et.Arnoldi.as_published(steps=20, keep=10, batch=64),
     "ours": et.Arnoldi(steps=20, keep=12, sample=64),
 }
 
@@ -72,7 +72,7 @@ def measure(name: str, make: Callable[[Session], Pictures], session: Session) ->
             part.cell(f"ranked/{fit}", lambda fit=fit: _ranked_by(scored(fit), pictures, uri))  # type: ignore[misc]
         part.cell("ranked/loss", lambda: _ranked_by_loss(task, data, pictures))
         for fit in fits:
-            for normalize in NORMALISATIONS:
+            for normalize in NORMALISATIONS[fit]:
                 drawn = uri if name != "cifar_noisy" else None  # one figure of CIFAR-10 is enough
                 work = partial(_explained, scored, fit, normalize, queries, pictures, drawn)
                 part.cell(f"explained/{fit}/{normalize or 'none'}", work)

@@ -9,20 +9,22 @@ from harness.measure import Cell
 from harness.plot import Drawing
 from harness.record import Notes, Record, shown, table
 
-NORMALISATIONS = (None, "gradient")
+NORMALISATIONS = {"paper": (None, "gradient", "features"), "ours": (None, "gradient")}
+"""Of each fit: with a tail, an example is not described by its features alone."""
 FITS = {
     "paper": "the paper's: Hessian, truncated",
     "ours": "ours: Gauss-Newton, with tail",
 }
 RANKINGS = FITS | {"loss": "the loss alone"}
-_NORMALISED = {"none": "no", "gradient": "yes"}
+_NORMALISED = {"none": "no", "gradient": "gradients", "features": "features"}
 BANDS = {
     "90–100%": (9, 10, "mislabelled, ambiguous or cluttered images"),
     "40–60%": (4, 6, "several objects, or a rich background"),
     "0–10%": (0, 1, "the object large, by itself"),
 }
 """Ranges of deciles, with the paper's findings."""
-FINDINGS = {"none": "outliers of large norm among the proponents", "gradient": "those gone; itself the highest"}
+_GONE = "those gone; itself the highest"
+FINDINGS = {"none": "outliers of large norm among the proponents", "gradient": _GONE, "features": _GONE}
 
 ABOUT = """\
 The paper's appendix shows photos of ImageNet by the self-influence that a ResNet-50 gives them (ten projectors), and
@@ -40,12 +42,14 @@ given label; nobody was asked about most of the others. These twenty count as wr
 twelve of them are labelled "cassette player", and what people took them for (a thing much like it, of ImageNet's
 thousand) need not be among the ten classes, so that no photo would contradict them.
 
-Each problem is fitted with the paper's settings (200 products of the Hessian on 512 images, ten eigenpairs, nothing
-beyond them; one sample stands for new batches) and with ours (200 products of Gauss-Newton on 2,048 images, fifty
+Each problem is fitted with the paper's settings (200 products of the Hessian, each on 512 new images, ten eigenpairs,
+nothing beyond them) and with ours (200 products of Gauss-Newton on 2,048 images, fifty
 eigenpairs, and a tail), on all photos where there are fewer. Then it is scored into a run and asked by `run.explain`.
-With ten classes, ten labels would be no filter: proponents and opponents come from the three most probable. A picture
-is a candidate for its own explanation, as in the paper, unless its label is not among those; what is said about
-proponents and opponents leaves it out. 100 random training pictures were explained, and the first two are drawn.
+Unit length is that of whole gradients or of features, the projections on the ten directions: the paper does not say
+which it took. With ten classes, ten labels would be no filter: proponents and opponents come from the three most
+probable. A picture is a candidate for its own explanation, as in the paper, unless its label is not among those; what
+is said about proponents and opponents leaves it out. 100 random training pictures were explained, and the first two are
+drawn.
 
 The full size takes minutes on a GPU; `--small` puts digits in the place of both, smaller networks and fewer products.
 Photos come under ImageNet's terms, for research only: they are drawn with `--photos-figure` alone."""
@@ -144,7 +148,7 @@ def figures(records: Mapping[str, Record], *, small: bool) -> dict[str, Drawing]
         if ranked:
             drawn[f"{problem}_ranked"] = partial(ranked_svg, record["title"], ranked, classes)
         explained = {
-            f"{fit}, {'unit gradients' if way == 'gradient' else 'as they are'}": cells[f"explained/{fit}/{way}"]
+            f"{fit}, {'as they are' if way == 'none' else f'unit {_NORMALISED[way]}'}": cells[f"explained/{fit}/{way}"]
             for fit in FITS
             for way in _NORMALISED
             if f"explained/{fit}/{way}" in cells
