@@ -95,6 +95,9 @@ def test_a_classifier_from_folder_to_cleaned_csv(place, call, answer):
     check_cleaned(place, wrong)
     assert answer("info runs/animals")[1]["classes"] == ["cat", "dog", "bird"]
     (place / "new.csv").write_text("text,label\nthe red cat ran,cat\nthe big dog sat,bird\n")
+    by_row, by_id = (call(f"explain runs/animals {name} -k 2")[1] for name in ("--row 7", "--id s007"))
+    assert by_row == by_id
+    check_texts(place, call, answer)
     code, found = answer("explain runs/animals --queries new.csv -k 2")
     assert code == 0
     assert found["how"] == "kept directions only"
@@ -108,6 +111,25 @@ def test_a_classifier_from_folder_to_cleaned_csv(place, call, answer):
     assert not (place / "d.parquet").exists()
     if not torch.cuda.is_available():
         expect_mentions(call("score runs/animals --device cuda")[2], ["cuda", "--device cpu"])
+
+
+def check_texts(place, call, answer):
+    """Texts stand beside rows unless they are not wanted, or are not those that were scored."""
+    texts = pa.csv.read_csv(place / "train.csv").column("text").to_pylist()
+    found = answer("explain runs/animals --row 7 -k 2")[1]["answers"]
+    assert [one["text"] for one in found] == [texts[one["row"]] for one in found]
+    top = answer("info runs/animals")[1]["self_influence"]
+    assert top["top_texts"] == [texts[row] for row in top["top_rows"]]
+    assert texts[7] not in call("explain runs/animals --row 7 --no-texts")[1]
+    expect_mentions(call("explain runs/animals --id s007 --id nobody")[2], ["'nobody'"])
+    kept = (place / "train.csv").read_text()
+    (place / "train.csv").write_text(kept.replace(texts[0], "another text"))
+    for command in ("info runs/animals", "explain runs/animals --row 7"):
+        code, out, _ = call(command)
+        assert code == 0
+        assert texts[top["top_rows"][0]] not in out
+        expect_mentions(out, ["train.csv", "changed"])
+    (place / "train.csv").write_text(kept)
 
 
 @pytest.mark.filterwarnings("default:The examples cannot be shown")

@@ -383,3 +383,17 @@ def test_attaching_compares_the_loss(run):
     with refused(MismatchError, run.path, "row 4", 2.543, 5.087):
         et.open_run(run.path, et.Task(own.model, twice), data())
     assert et.open_run(run.path, et.Task(own.model, cross_entropy), data()).explain([0], k=2).how == "exact"
+
+
+def test_rows_are_found_by_id(fitted, tmp_path):
+    given = data(ids=[f"n{row % 59}" for row in range(60)])
+    run = et.score(fitted, given, tmp_path / "x")
+    assert run.rows_of(["n7", "n3"]).tolist() == [7, 3]
+    for name, rows in (("n0", "0, 59"), ("n99", "no row")):
+        with refused(InputError, f"'{name}'", rows):
+            run.rows_of([name])
+
+
+def test_rows_without_ids_have_no_name(run):
+    with refused(InputError, run.path, "ids"):
+        run.rows_of(["n7"])

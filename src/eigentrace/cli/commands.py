@@ -19,6 +19,7 @@ from eigentrace.cleaning.decisions import Decisions, check_decisions_file
 from eigentrace.cleaning.export import export
 from eigentrace.cli import request
 from eigentrace.cli.deciding import decide
+from eigentrace.cli.example_texts import texts_of
 from eigentrace.cli.showing import classes_of, num_sampled, show_explanation, show_fit, show_run
 from eigentrace.disk.atomic import replacing, sweep
 from eigentrace.disk.lock import locked
@@ -114,18 +115,21 @@ def score(path: Path, given: Mapping[str, Any], device: str | None, trust: bool,
 def explain(
     path: Path,
     rows: list[int],
+    ids: list[str],
     queries: Path | None,
     options: dict[str, Any],
     exact: bool,
     out: Path | None,
+    texts: bool | None,
     trust: bool,
     as_json: bool,
 ) -> None:
     """Print the proponents and opponents of each query."""
-    if bool(rows) == (queries is not None):
-        given = "both --row and --queries" if rows else "neither --row nor --queries"
+    if bool(rows or ids) == (queries is not None):
+        given = "--queries and rows of the run" if rows or ids else "neither --row, --id nor --queries"
         raise InputError(
-            f"Got {given}. Pass either rows of the run to explain (--row 12) or new examples (--queries file.csv)."
+            f"Got {given}. Pass either rows of the run to explain (--row 12, --id s012) or new examples (--queries "
+            "file.csv)."
         )
     _check_choice("--exclude", options["exclude"], (None, "self", "duplicates"), "self, duplicates or none")
     _check_choice(
@@ -134,6 +138,7 @@ def explain(
     if out is not None:
         _check_answers_file(out)
     run = _opened(path)
+    rows = [*rows, *(run.rows_of(ids).tolist() if ids else [])]
     asked: Any = rows
     if exact or queries is not None or options["top_labels"] is not None:
         how = request.read(path)
@@ -154,8 +159,14 @@ def explain(
     result: dict[str, Any] = {"run": str(path), "how": found.how, "shortlist": found.shortlist, "unit": found.unit}
     result |= {"classes": classes_of(run)}
     result |= {"rows": rows} if rows else {"queries": str(queries)}
-    words = show_explanation(found, run, rows) + ("" if out is None else f"\n\nAnswers: {out}")
-    _answer(result | {"answers": found.table().to_pylist()}, words, as_json)
+    reader, remark = texts_of(run, texts)
+    answers = found.table().to_pylist()
+    if reader is not None and as_json:
+        known = reader(np.array([answer["row"] for answer in answers], dtype=np.int64))
+        answers = [answer | {"text": text} for answer, text in zip(answers, known, strict=True)]
+    words = show_explanation(found, run, rows, reader) + (f"\n\n{remark}" if remark else "")
+    words += "" if out is None else f"\n\nAnswers: {out}"
+    _answer(result | {"answers": answers}, words, as_json)
 
 
 def clean(
@@ -237,7 +248,7 @@ def check(path: Path, repair: bool, trust: bool, as_json: bool) -> None:
         sys.exit(1)
 
 
-def info(path: Path, as_json: bool) -> None:
+def info(path: Path, texts: bool | None, as_json: bool) -> None:
     """Describe a run."""
     if state := request.unscored(path):
         result: dict[str, Any] = {"run": str(path), "state": state[0], "next": state[1]}
@@ -245,7 +256,12 @@ def info(path: Path, as_json: bool) -> None:
             result["products"] = {"saved": known[0], "total": known[1]}
         return _answer(result, f"{path}: {state[0]}.\nNext: {state[1]}", as_json)
     run = _opened(path)
-    return _answer(_summary(run, path), f"{show_run(run, path)}\n{_after(run, path)}", as_json)
+    reader, remark = texts_of(run, texts) if run.is_complete else (None, "")
+    summary, words = _summary(run, path), show_run(run, path, reader) + (f"{remark}\n" if remark else "")
+    if reader is not None:
+        own = summary["self_influence"]
+        own["top_texts"] = reader(np.array(own["top_rows"]))
+    return _answer(summary, f"{words}\n{_after(run, path)}", as_json)
 
 
 def _opened(path: Path) -> Run:

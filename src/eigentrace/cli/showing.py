@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from eigentrace.cli.example_texts import Texts
 from eigentrace.runs.explain import EXACT, RESCORED, Explanation, Side
 from eigentrace.runs.run import Run
 from eigentrace.settings import counted
@@ -54,8 +55,8 @@ def num_sampled(saved: Mapping[str, Any]) -> int | None:
     return min(saved["method"]["sample"] or saved["num_train"], saved["num_train"])
 
 
-def show_run(run: Run, path: Path) -> str:
-    """Describe a run, with the examples of highest self-influence."""
+def show_run(run: Run, path: Path, texts: Texts | None = None) -> str:
+    """Describe a run, with the examples of highest self-influence and their texts if available."""
     manifest, features = run.manifest, run.manifest["features"]
     lines = [
         f"{path}: {counted(run.num_rows, 'example')}, {manifest['method']['name']}, {manifest['coverage']}",
@@ -78,18 +79,21 @@ def show_run(run: Run, path: Path) -> str:
         if name in run.columns:
             values = run.column(name, top.rows)
             columns[name] = _named(values, names) if name != "loss" else values
+    columns |= {} if texts is None else {"text": texts(top.rows)}
     return "\n".join([*lines, show_table(columns), ""])
 
 
-def show_explanation(found: Explanation, run: Run, rows: Sequence[int]) -> str:
-    """Show the proponents and opponents of every query."""
+def show_explanation(found: Explanation, run: Run, rows: Sequence[int], texts: Texts | None = None) -> str:
+    """Show the proponents and opponents of every query, with their texts if available."""
     classes = classes_of(run)
     exact = "" if found.how in (EXACT, RESCORED) else "; --exact loads the model"
     lines = [f"Scores{_UNITS[found.unit]} ({found.told}{exact})", *(_calibration(run) if found.unit == "nats" else [])]
     for query in range(len(found.proponents.rows)):
         name = _about(run, rows[query], classes) if rows else f"query {query}"
+        if rows and texts is not None:
+            lines += ["", f"Row {rows[query]}: {_cell(texts(np.array([rows[query]]))[0])}"]
         for title, side in (("Proponents", found.proponents), ("Opponents", found.opponents)):
-            lines += ["", f"{title} of {name}", _show_side(side, query, classes)]
+            lines += ["", f"{title} of {name}", _show_side(side, query, classes, texts)]
     return "\n".join(lines)
 
 
@@ -110,7 +114,7 @@ def _about(run: Run, row: int, classes: Sequence[str] | None) -> str:
     return f"row {row}" + (f" ({', '.join(known)})" if known else "")
 
 
-def _show_side(side: Side, query: int, classes: Sequence[str] | None) -> str:
+def _show_side(side: Side, query: int, classes: Sequence[str] | None, texts: Texts | None) -> str:
     there = side.rows[query] >= 0
     if not there.any():
         return "none among the eligible examples"
@@ -121,6 +125,7 @@ def _show_side(side: Side, query: int, classes: Sequence[str] | None) -> str:
     for name, values in (("label", side.labels), ("prediction", side.predictions)):
         if values is not None:
             columns[name] = _named(values[query][there], classes)
+    columns |= {} if texts is None else {"text": texts(side.rows[query][there])}
     return show_table(columns)
 
 

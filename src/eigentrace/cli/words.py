@@ -49,6 +49,10 @@ def _resumable() -> Iterator[None]:
 
 _Run = Annotated[Path, typer.Argument(help="Directory of a run.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+_Texts = Annotated[
+    bool | None,
+    typer.Option("--texts/--no-texts", help="Show the texts of examples (default: of datasets up to 500 MB)."),
+]
 _Trust = Annotated[
     bool, typer.Option("--trust", help="Allow calling the function that loads this run's model and data; remembered.")
 ]
@@ -167,6 +171,7 @@ def score(
 def explain(
     run: _Run,
     row: Annotated[list[int] | None, typer.Option(help="A row of the run to explain; can be repeated.")] = None,
+    id: Annotated[list[str] | None, typer.Option(help="The id of a row to explain; can be repeated.")] = None,
     queries: Annotated[
         Path | None, typer.Option(help="File of new examples to explain, with the dataset's columns (needs the model).")
     ] = None,
@@ -191,6 +196,7 @@ def explain(
         int | None, typer.Option(min=2, help="Number of candidates that --exact rescores (2,000); in small runs, all.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the results to this Parquet or CSV file.")] = None,
+    texts: _Texts = None,
     trust: _Trust = False,
     json: _Json = False,
 ) -> None:
@@ -200,7 +206,7 @@ def explain(
     """
     options = {"k": k, "normalize": normalize, "same_label": same_label, "top_labels": top_labels}
     options |= {"exclude": None if exclude == "none" else exclude, "shortlist": shortlist}
-    _commands().explain(run, row or [], queries, options, exact, out, trust, json)
+    _commands().explain(run, row or [], id or [], queries, options, exact, out, texts, trust, json)
 
 
 def clean(
@@ -243,9 +249,9 @@ def check(
         _commands().check(run, repair, trust, json)
 
 
-def info(run: _Run, json: _Json = False) -> None:
+def info(run: _Run, texts: _Texts = None, json: _Json = False) -> None:
     """Describe a run: its method, its progress, and its examples of highest self-influence."""
-    _commands().info(run, json)
+    _commands().info(run, texts, json)
 
 
 def serve(

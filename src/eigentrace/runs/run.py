@@ -1,6 +1,6 @@
 """The class Run: columns, features, rankings and explanations of a scored run, with or without the model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from eigentrace.data import Data, as_data
-from eigentrace.errors import MismatchError, UnsupportedError
+from eigentrace.errors import InputError, MismatchError, UnsupportedError
 from eigentrace.fits.fitted import Fitted, Unit
 from eigentrace.fits.load import load
 from eigentrace.runs.explain import Explanation, explain
@@ -87,6 +87,25 @@ class Run:
     def ids(self) -> np.ndarray | None:
         """The id of each example, or None if the data has no ids."""
         return None if self.reader.ids is None else self.reader.ids.whole()
+
+    def rows_of(self, ids: Sequence[Any]) -> np.ndarray:  # (n,)
+        """Return the row of each id, as text or a number; raise InputError if an id is missing or not unique."""
+        if self.ids is None:
+            raise InputError(
+                f"The run at {self.path} has no ids, so that examples are named by their row. Ids come from "
+                "eigentrace.Data(..., ids=...), or from the column that `eigentrace fit --id` names."
+            )
+        known = self.ids.astype(str)
+        return np.array([self._row_of(str(name), known) for name in ids], dtype=np.int64)
+
+    def _row_of(self, name: str, known: np.ndarray) -> int:
+        rows = np.flatnonzero(known == name)
+        if len(rows) != 1:
+            found = f"rows {', '.join(map(str, rows[:3]))}" if len(rows) else "no row"
+            raise InputError(
+                f"The id {name!r} is that of {found} of the run at {self.path}. Name an example by its row."
+            )
+        return int(rows[0])
 
     def column(self, name: str, rows: range | np.ndarray | None = None) -> np.ndarray:  # (N,) or (n,)
         """Return a column in row order, or its values at the given rows in the given order."""
