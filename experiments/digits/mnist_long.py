@@ -98,12 +98,12 @@ def _part(name: str) -> Callable[[Session], None]:
         settings = {"digits": digits, "source": source_name(session), "epochs": recipe.epochs, "l2": recipe.l2}
         part = session.part(name, f"{recipe.epochs} epochs {TITLES[name]}", settings | {"size": repr(size)})
         for seed in session.seeds:
-            trained = subject(session, recipe, seed, digits)
+            trained = subject(session, recipe, seed, digits).sharing(count)
             part.cell(f"network, seed {seed}", lambda trained=trained: trained.accuracies)  # type: ignore[misc]
             measure(part, trained, loss_rows(trained, size))
             measure(part, trained, gradient_rows(trained, size))
             measure(part, trained, arnoldi_rows(trained, size, every=False))
-            measure(part, trained, lissa_rows(trained, size, count, top=False))
+            measure(part, trained, lissa_rows(trained, size, top=False))
 
     return measured
 

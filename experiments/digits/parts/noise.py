@@ -66,6 +66,13 @@ class Subject:
     checkpoints: list[State]
     recipe: Recipe
     seed: int
+    shared: Tensor | None = None
+    """Rows of digits on which every method is judged a second time, so that slow methods can be compared."""
+
+    def sharing(self, count: int) -> "Subject":
+        """Return the same subject with random digits that all methods share, drawn by its seed."""
+        rows = torch.randperm(len(self.digits.labels), generator=stream(self.seed, "rows of LiSSA"))[:count]
+        return replace(self, shared=rows.to(self.digits.labels.device))
 
     @property
     def task(self) -> et.Task:

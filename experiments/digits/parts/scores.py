@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import eigentrace as et
-from eigentrace.errors import ConvergenceWarning, EigentraceWarning
+from eigentrace.errors import ConvergenceWarning, EigentraceWarning, InputError
 from eigentrace.evaluate import retrieval
-from experiments.digits.parts.large_network import stream, with_small_top
+from experiments.digits.parts.large_network import with_small_top
 from experiments.digits.parts.noise import NoisyDigits, Subject, dataset
 from experiments.shared.frame import Part
 from harness.command import positive
@@ -52,7 +52,14 @@ SMALL = Size(keeps=(1, 3), steps=4, sample=32, draws=2, depths=(1, 2))
 
 def lissa_option(parser: argparse.ArgumentParser) -> None:
     """Add the option for the number of digits that LiSSA is scored on."""
-    parser.add_argument("--lissa-rows", type=positive, default=640, help="number of digits that LiSSA is scored on")
+    parser.add_argument(
+        "--lissa-rows", type=positive, default=640, help="random digits that LiSSA scores, and others are judged on too"
+    )
+
+
+QUALITY = ("auc", "ap")
+SHARED = ("shared_auc", "shared_ap")
+"""AUC and AP on the digits that LiSSA scores."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +142,13 @@ def arnoldi_rows(subject: Subject, size: Size, *, every: bool = True) -> Rows:
             yield f"{family}, K={keep}", lambda fit=fit, keep=keep: _cut(subject, fit(), keep)  # type: ignore[misc]
 
 
-def lissa_rows(subject: Subject, size: Size, count: int, *, top: bool = True) -> Rows:
-    """Rows of LiSSA, one solve per gradient, on some digits; `top` adds that on a tenth of the parameters."""
-    yield f"{LISSA}, r={size.depths[0]}", lambda: _lissa(subject, subject.task, size.depths[0], count)
+def lissa_rows(subject: Subject, size: Size, *, top: bool = True) -> Rows:
+    """Rows of LiSSA, one solve per gradient, on the shared digits; `top` adds that on a tenth of the parameters."""
+    yield f"{LISSA}, r={size.depths[0]}", lambda: _lissa(subject, subject.task, size.depths[0])
     if top:
         model = with_small_top(subject.model)
         task = et.classification(model, params="top 10%", l2=subject.recipe.l2)
-        yield f"{LISSA_TOP}, r={size.depths[1]}", lambda: _lissa(subject, task, size.depths[1], count)
+        yield f"{LISSA_TOP}, r={size.depths[1]}", lambda: _lissa(subject, task, size.depths[1])
 
 
 def loss_rows(subject: Subject, size: Size) -> Rows:
@@ -160,7 +167,7 @@ def measure(part: Part, subject: Subject, rows: Rows) -> None:
 def over_seeds(records: Iterable[Record]) -> dict[str, Cell]:
     """Average the cells of some parts over seeds, by row in the order of the tables.
 
-    Rows without a standard deviation over draws get the standard deviation over seeds.
+    With several seeds `*_sd` is the standard deviation over them, and `*_draws` the mean of that over draws.
     """
     by_row: dict[str, list[Cell]] = {}
     for record in records:
@@ -174,10 +181,8 @@ def trainings(records: Iterable[Record]) -> list[str]:
     seeds = {name.rpartition(", seed ")[2] for record in records for name in record["cells"]}
     if len(seeds) < 2:
         return []
-    text = (
-        f"Means over {len(seeds)} trainings, each with noise and first weights of its own. ± is the standard deviation"
-    )
-    return [f"{text} over draws where a method draws rows, else over trainings.", ""]
+    text = f"Means over {len(seeds)} trainings, each with noise and first weights of its own"
+    return [f"{text}, ± their standard deviation over trainings.", ""]
 
 
 def quality(cell: Cell | None, key: str, notes: Notes | None = None) -> str:
@@ -229,8 +234,10 @@ def _averaged(cells: list[Cell]) -> Cell:
         return (good or cells)[0]
     keys = [key for key, value in good[0].items() if isinstance(value, int | float)]
     means = {key: mean(cell[key] for cell in good if key in cell) for key in keys}
-    both = [key for key in ("auc", "ap") if all(key in cell for cell in good)]
-    return {f"{key}_sd": stdev(cell[key] for cell in good) for key in both} | good[0] | means
+    judged = [key for key in (*QUALITY, *SHARED) if all(key in cell for cell in good)]
+    drawn = {f"{key}_draws": means[f"{key}_sd"] for key in judged if f"{key}_sd" in means}
+    over_trainings = {f"{key}_sd": stdev(cell[key] for cell in good) for key in judged}
+    return good[0] | means | drawn | over_trainings | {"trainings": len(good)}
 
 
 def _measured(subject: Subject, methods: list[Any]) -> Cell:
@@ -240,8 +247,9 @@ def _measured(subject: Subject, methods: list[Any]) -> Cell:
     cells = [_scored(subject, fit.value, fit, warm=len(methods) == 1) for fit in fits]
     if len(cells) == 1:
         return cells[0]
-    spread = {f"{key}_sd": stdev(cell[key] for cell in cells) for key in ("auc", "ap")}
-    quality_of = {key: mean(cell[key] for cell in cells) for key in ("auc", "ap")}
+    judged = [key for key in (*QUALITY, *SHARED) if key in cells[0]]
+    spread = {f"{key}_sd": stdev(cell[key] for cell in cells) for key in judged}
+    quality_of = {key: mean(cell[key] for cell in cells) for key in judged}
     return quality_of | spread | {k: median(cell[k] for cell in cells) for k in ("seconds", "fit_seconds")}
 
 
@@ -256,7 +264,7 @@ def _scored(subject: Subject, fitted: et.Fitted, fit: Timed, *, warm: bool = Tru
     if warm:
         warm_up(fitted, subject.digits)
     scores = timed(lambda: fitted.self_influence(subject.digits.data), _device(subject))
-    cell = _cell(scores.value, subject.digits.is_wrong) | {"seconds": scores.seconds, "fit_seconds": fit.seconds}
+    cell = _judged(scores.value, subject) | {"seconds": scores.seconds, "fit_seconds": fit.seconds}
     return cell if fit.warning is None else cell | {"note": fit.warning}
 
 
@@ -265,24 +273,37 @@ def warm_up(fitted: et.Fitted, digits: NoisyDigits, count: int = 64) -> None:
     fitted.self_influence(dataset(digits.images[:count], digits.labels[:count]))
 
 
-def _lissa(subject: Subject, task: et.Task, depth: int, count: int) -> Cell:
-    digits, device = subject.digits, _device(subject)
+def _lissa(subject: Subject, task: et.Task, depth: int) -> Cell:
+    digits, device, rows = subject.digits, _device(subject), subject.shared
+    if rows is None:
+        raise InputError("LiSSA scores the digits that all methods share: draw them with subject.sharing(count).")
     number = len(digits.labels)
-    rows = torch.randperm(number, generator=stream(subject.seed, "rows of LiSSA"))[:count].to(device)
     fit = timed(lambda: et.Lissa(depth=depth, curvature="hessian", seed=subject.seed).fit(task, digits.data), device)
     some = dataset(digits.images[rows], digits.labels[rows])
     warm_up(fit.value, digits, 1)
     scores = timed(lambda: fit.value.self_influence(some), device)
-    cell = _cell(scores.value, digits.is_wrong[rows]) | {"fit_seconds": fit.seconds, "rows": len(rows)}
-    cell |= {"seconds": scores.seconds * number / len(rows)}
+    cell = _quality(scores.value, digits.is_wrong[rows], QUALITY) | _quality(
+        scores.value, digits.is_wrong[rows], SHARED
+    )
+    cell |= {"fit_seconds": fit.seconds, "rows": len(rows), "seconds": scores.seconds * number / len(rows)}
     if len(rows) < number:
         cell |= {"note": f"AUC and AP on {len(rows):,} random digits; T is that of these, times {number / len(rows):g}"}
     return cell
 
 
-def _cell(scores: Tensor, is_wrong: Tensor) -> Cell:
+def _judged(scores: Tensor, subject: Subject) -> Cell:
+    """Measure how well scores find the wrong labels among all digits, and among those that are shared."""
+    scores, is_wrong = scores.cpu(), subject.digits.is_wrong.cpu()
+    cell = _quality(scores, is_wrong, QUALITY)
+    if subject.shared is None:
+        return cell
+    rows = subject.shared.cpu()
+    return cell | _quality(scores[rows], is_wrong[rows], SHARED)
+
+
+def _quality(scores: Tensor, is_wrong: Tensor, keys: tuple[str, str]) -> Cell:
     found = retrieval(scores.cpu(), is_wrong.cpu())
-    return {"auc": 100 * found.auc, "ap": 100 * found.ap}
+    return dict(zip(keys, (100 * found.auc, 100 * found.ap), strict=True))
 
 
 def _device(subject: Subject) -> torch.device:
