@@ -1,15 +1,19 @@
 """Render one page that summarises every experiment of the paper from the existing results.
 
-python -m experiments.paper    # after an experiment ran, or its verdict was written: writes docs/results/paper.md
+python -m experiments.paper    # after an experiment ran, or its claims changed: writes docs/results/paper.md
 """
 
 import argparse
+import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from textwrap import wrap
 
-from experiments.shared.frame import Experiment, shown_on
+from experiments.shared.claims import NOT_SEEN, RULE, SEEN, UNTOLD
+from experiments.shared.frame import Experiment, shows
 from harness.places import data_file
 from harness.record import read
 
@@ -21,6 +25,9 @@ NAMES = (
     "translation.throughput",
 )
 """Modules, in the order of the page."""
+
+WIDTH = 120
+"""Letters of a line of text."""
 
 INTRODUCTION = """\
 <!-- Written by `python -m experiments.paper` from the results beside it: edits here are lost. -->
@@ -49,22 +56,26 @@ def page(out: Path) -> str:
         if not results:
             lines.append(f"Not run at full size yet: {command}.")
             continue
-        lines.append(f"Settings and runs: [{experiment.name}.md]({experiment.name}.md); {command}.")
-        lines += ["", experiment.verdict] if experiment.verdict else []
+        lines.append(f"Settings, runs and all tables: [{experiment.name}.md]({experiment.name}.md); {command}.")
+        lines += shows(experiment, results)
         for machine, records in results.items():
-            lines += ["", f"**{machine}**", "", *shown_on(experiment, machine, records, small=False)]
-    return "\n".join(lines) + "\n"
+            lines += ["", f"**{machine}**", "", *(experiment.summary or experiment.tables)(records)]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
 def _glance(out: Path) -> list[str]:
-    """List, for every experiment that ran, the paper's finding and whether it was reproduced."""
-    verdicts = [(each, each.verdict_line(read(data_file(out, each.name)))) for each in _ran(out)]
-    lines = [f"- [{each.title}](#{_anchor(each.title)}). {verdict}" for each, verdict in verdicts if verdict]
-    return ["What the paper reports, and whether it is seen here:", "", *lines] if lines else []
-
-
-def _ran(out: Path) -> list[Experiment]:
-    return [experiment for experiment in experiments() if read(data_file(out, experiment.name))]
+    """List the main claims of the experiments that ran, each with its outcome and evidence."""
+    lines, counts = [], Counter[str]()
+    for experiment in experiments():
+        anchor = _anchor(experiment.title)
+        for records in read(data_file(out, experiment.name)).values():
+            counts.update(claim.on(records).outcome for claim in experiment.claims)
+            lines += [f"- {claim.glance(records, anchor)}" for claim in experiment.claims if claim.is_main]
+    if not lines:
+        return []
+    total = ", ".join(f"{counts[outcome]} {outcome}" for outcome in (SEEN, NOT_SEEN, UNTOLD))
+    said = f"The main claims; of all {sum(counts.values())} claims below, {total}. {RULE}"
+    return [*wrap(said, WIDTH), "", *lines]
 
 
 def _anchor(title: str) -> str:

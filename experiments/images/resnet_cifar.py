@@ -234,7 +234,6 @@ EXPERIMENT = Experiment(
     figures,
     options,
     needed=Needed(lambda settings, part: FILES, public=frozenset([ARCHIVE]), origin=ORIGIN),
-    seen=seen,
     area="images",
 )
 

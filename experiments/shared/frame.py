@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from eigentrace.errors import InputError
+from experiments.shared.claims import Claim
 from experiments.shared.needed import Needed
 from experiments.shared.workers import dealt_out, run_parts
 from harness.command import carried_out, choices, positive, result_options, say, start
@@ -62,10 +63,11 @@ class Experiment:
     options: Callable[[argparse.ArgumentParser], None] = no_options
     """Adds the options of this experiment to the command line."""
     verdict: str = ""
-    """Discussion of the results at full size in Markdown: where they agree with the paper and where not."""
-    seen: str | Callable[[Records], str] = ""
-    """The verdict in a line or two, for the summary of all experiments; or a function that computes it from the results
-    of one machine."""
+    """What readers need besides the claims, in Markdown: likely reasons, and what the package adds."""
+    claims: tuple[Claim, ...] = ()
+    """The paper's claims, each judged by the stored numbers at full size."""
+    summary: Callable[[Records], list[str]] | None = None
+    """Returns the tables with the paper's numbers alone, for the page of all experiments; None: `tables`."""
     needed: Needed = field(default_factory=Needed)
     """The files that it reads."""
     first: tuple[str, ...] = ()
@@ -82,12 +84,6 @@ class Experiment:
     def command(self) -> str:
         """The command that runs it."""
         return f"python -m {self.module}"
-
-    def verdict_line(self, results: Mapping[str, Records]) -> str:
-        """Return the verdict in a line or two; computed ones for every machine with results."""
-        if isinstance(self.seen, str):
-            return self.seen
-        return " ".join(filter(None, map(self.seen, results.values())))
 
 
 @dataclass(frozen=True)
@@ -202,9 +198,10 @@ def render(experiment: Experiment, out: Path, *, small: bool) -> None:
         full = f"{experiment.command}{experiment.needed.full_options}"
         lines += ["", f"**Numbers of the small form**, which shows that all runs and no more. At full size: `{full}`."]
     lines += ["", experiment.about]
-    if experiment.verdict and not small:
-        lines += ["", "## What it shows", "", experiment.verdict]
-    for machine, records in read(data_file(out, name)).items():
+    found = read(data_file(out, name))
+    if not small:
+        lines += shows(experiment, found, "## What it shows")
+    for machine, records in found.items():
         for word, drawing in experiment.figures(records, small=small).items() if can_draw() else ():
             save_figure(out, figure_name(name, word, machine), drawing())
         lines += [
@@ -216,6 +213,18 @@ def render(experiment: Experiment, out: Path, *, small: bool) -> None:
             *runs_of(records, experiment.module),
         ]
     save_page(out, name, lines)
+
+
+def shows(experiment: Experiment, results: Mapping[str, Records], heading: str = "") -> list[str]:
+    """Return the verdict on each claim of the paper, by the results of each machine, then the discussion."""
+    lines = ["", heading] if heading and (experiment.verdict or experiment.claims) else []
+    for machine, records in results.items() if experiment.claims else ():
+        lines += [
+            "",
+            f"The paper's claims, by the numbers of {machine}:" if len(results) > 1 else "The paper's claims:",
+        ]
+        lines += ["", *(f"- {claim.line(records)}" for claim in experiment.claims)]
+    return [*lines, *(["", experiment.verdict] if experiment.verdict else [])]
 
 
 def shown_on(experiment: Experiment, machine: str, records: Records, *, small: bool) -> list[str]:

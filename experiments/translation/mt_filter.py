@@ -14,7 +14,16 @@ import numpy as np
 
 from eigentrace.evaluate import retrieval
 from experiments.shared.frame import Experiment, Part, Session, main
-from experiments.translation.parts.mt_filter_page import ABOUT, SEEN, SELECTIONS, VERDICT, figures, label, tables
+from experiments.translation.parts.mt_filter_page import (
+    ABOUT,
+    CLAIMS,
+    SELECTIONS,
+    VERDICT,
+    figures,
+    label,
+    summary,
+    tables,
+)
 from experiments.translation.parts.network import needed
 from experiments.translation.parts.noisy_corpus import CLEAN, KINDS, WITHOUT_VERDICT, NoisyCorpus, described
 from experiments.translation.parts.prefilters import Prefiltered, languages_told, learned_languages
@@ -113,7 +122,8 @@ EXPERIMENT = Experiment(
     figures,
     options,
     VERDICT,
-    SEEN,
+    CLAIMS,
+    summary,
     needed=needed(*NOISY_FILES),
     first=("corpus", "scores"),
     area="translation",

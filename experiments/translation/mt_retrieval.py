@@ -28,14 +28,15 @@ from experiments.translation.parts.corpora import Ordered, Pairs
 from experiments.translation.parts.mt_retrieval_page import (
     ABOUT,
     BATCHES,
+    CLAIMS,
     PER_METHOD,
     POSITIVE,
-    SEEN,
     SELECTED,
     VERDICT,
     WAYS,
     cell_name,
     figures,
+    summary,
     tables,
 )
 from experiments.translation.parts.network import (
@@ -305,7 +306,8 @@ EXPERIMENT = Experiment(
     figures,
     options,
     VERDICT,
-    SEEN,
+    CLAIMS,
+    summary,
     needed=needed(),
     first=("network", "all_arnoldi", "all_tail", "last_arnoldi", "last_tail", "memory"),
     area="translation",

@@ -13,6 +13,7 @@ import pytest
 from eigentrace.errors import InputError
 from experiments import paper
 from experiments.shared import frame
+from experiments.shared.claims import SEEN, Claim, Finding
 from experiments.shared.download import fetch
 from experiments.shared.frame import Experiment, Session, main
 from experiments.shared.workers import dealt_out, run_parts
@@ -162,12 +163,14 @@ def test_numbers_of_other_settings_are_replaced_when_told_and_never_mixed(tmp_pa
     assert records["first"]["settings"] == {"n": 2}
 
 
-def test_a_verdict_is_shown_at_full_size_only(tmp_path):
-    experiment = replace(counting([]), verdict="It agrees.")
+def test_claims_and_verdict_are_shown_at_full_size_only(tmp_path):
+    claim = Claim("One is ahead.", lambda records: Finding(SEEN, f"{len(records)} part."))
+    experiment = replace(counting([]), verdict="It agrees.", claims=(claim,))
     main(experiment, ["--out", str(tmp_path), "--parts", "first"])
     main(experiment, ["--out", str(tmp_path), "--parts", "first", "--small"])
-    assert "It agrees." in (tmp_path / "toy.md").read_text()
-    assert "It agrees." not in (tmp_path / "toy_small.md").read_text()
+    for text in ("It agrees.", "- **Seen.** One is ahead. *1 part.*"):
+        assert text in (tmp_path / "toy.md").read_text()
+        assert text not in (tmp_path / "toy_small.md").read_text()
 
 
 def test_the_page_of_all_says_what_has_not_run(tmp_path):
@@ -182,15 +185,13 @@ def test_the_page_of_all_is_up_to_date():
     assert (folder / "paper.md").read_text(encoding="utf-8") == paper.page(folder)
 
 
-def test_the_page_of_all_begins_with_a_line_on_each_that_ran_and_its_links_lead_there():
-    folder = ROOT / "docs" / "results"
-    results = [(each, read(folder / "data" / f"{each.name}.json")) for each in paper.experiments()]
-    ran = [(each.title, each.verdict_line(found)) for each, found in results if found]
-    page = paper.page(folder)
-    listed = re.findall(r"^- \[(.+)\]\(#(.+)\)\. (.+)$", page.split("\n## ")[0], re.M)
-    assert [(title, seen) for title, _, seen in listed] == ran
+def test_the_page_of_all_begins_with_the_main_claims_and_their_links_lead_there():
+    page = paper.page(ROOT / "docs" / "results")
+    listed = re.findall(r"^- \*\*.+\.\*\* \[(.+)\]\(#(.+)\) \*.+\*$", page.split("\n## ")[0], re.M)
+    wanted = [claim.text for experiment in paper.experiments() for claim in experiment.claims if claim.is_main]
+    assert [text for text, _ in listed] == wanted
     headings = [re.sub(r"[^\w -]", "", heading.lower()) for heading in re.findall(r"^## (.+)$", page, re.M)]
-    assert {anchor for _, anchor, _ in listed} <= {heading.replace(" ", "-") for heading in headings}
+    assert {anchor for _, anchor in listed} <= {heading.replace(" ", "-") for heading in headings}
 
 
 def test_every_experiment_runs_small_by_one_command():
