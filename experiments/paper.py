@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from textwrap import wrap
 
-from experiments.shared.claims import NOT_SEEN, RULE, SEEN, UNTOLD
+from experiments.shared.claims import NOT_SEEN, RULE, SEEN, UNDECIDED
 from experiments.shared.frame import Experiment, shows
 from harness.places import data_file
 from harness.record import read
@@ -73,7 +73,7 @@ def _glance(out: Path) -> list[str]:
             lines += [f"- {claim.glance(records, anchor)}" for claim in experiment.claims if claim.is_main]
     if not lines:
         return []
-    total = ", ".join(f"{counts[outcome]} {outcome}" for outcome in (SEEN, NOT_SEEN, UNTOLD))
+    total = ", ".join(f"{counts[outcome]} {outcome}" for outcome in (SEEN, NOT_SEEN, UNDECIDED))
     said = f"The main claims; of all {sum(counts.values())} claims below, {total}. {RULE}"
     return [*wrap(said, WIDTH), "", *lines]
 

@@ -98,7 +98,8 @@ def _part(name: str) -> Callable[[Session], None]:
         recipe = replace(recipe, l2=session.settings.l2 if name == "l2" else 0.0)
         count = 20 if session.small else session.settings.lissa_rows
         settings = {"digits": digits, "source": source_name(session), "epochs": recipe.epochs, "l2": recipe.l2}
-        part = session.part(name, f"{recipe.epochs} epochs {TITLES[name]}", settings | {"size": repr(size)})
+        settings |= {"shared": count, "size": repr(size)}
+        part = session.part(name, f"{recipe.epochs} epochs {TITLES[name]}", settings)
         for seed in session.seeds:
             trained = subject(session, recipe, seed, digits).sharing(count)
             part.cell(f"network, seed {seed}", lambda trained=trained: trained.accuracies)  # type: ignore[misc]

@@ -27,7 +27,7 @@ from experiments.digits.parts.scores import SMALL, Size, once, own_arnoldi, time
 from experiments.shared.claims import (
     NOT_SEEN,
     SEEN,
-    UNTOLD,
+    UNDECIDED,
     Claim,
     Finding,
     Pair,
@@ -279,7 +279,7 @@ def _same_label(records: Records) -> Finding:
     told = f"{shares[0].mean:.0f}% of them, {shares[1].mean:.0f}% at unit length, for {_DIGITS} digits."
     least = min(share.mean - 2 * (share.deviation or 0.0) for share in shares)
     most = min(share.mean + 2 * (share.deviation or 0.0) for share in shares)
-    return Finding(SEEN if least > 50 else NOT_SEEN if most < 50 else UNTOLD, told)
+    return Finding(SEEN if least > 50 else NOT_SEEN if most < 50 else UNDECIDED, told)
 
 
 CLAIMS = (

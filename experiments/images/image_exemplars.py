@@ -32,7 +32,7 @@ from experiments.images.parts.resnet20 import FILES
 from experiments.shared.claims import (
     NOT_SEEN,
     SEEN,
-    UNTOLD,
+    UNDECIDED,
     Claim,
     Finding,
     Pair,
@@ -223,7 +223,7 @@ def _own_first(records: Records) -> Finding:
     all_most = all(gap > needed for gap, needed in zip(*sure, strict=True))
     a_few = any(gap < -needed for gap, needed in zip(*sure, strict=True))
     by = "by the length of the whole gradient, 1 training each; seen if most pictures are."
-    return Finding(SEEN if all_most else NOT_SEEN if a_few else UNTOLD, f"{', '.join(told)}, {by}")
+    return Finding(SEEN if all_most else NOT_SEEN if a_few else UNDECIDED, f"{', '.join(told)}, {by}")
 
 
 CLAIMS = (

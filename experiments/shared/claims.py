@@ -1,12 +1,12 @@
 """Claims of the paper, and what stored numbers say about each: seen, not seen, or cannot be told.
 
-An order of two scores is told from several trainings by their paired differences (one-sided t-test at 95%). From one
-training it is told if the gap exceeds twice the standard deviation of the difference, by the numbers' own spread (over
-draws or folds), or by a stated one where they have none.
+An order of two scores is decided by paired differences over several trainings (one-sided t-test at 95%). With one
+training, the gap must exceed twice the standard deviation of the difference, from the numbers' own spread (over draws or
+folds), or from a stated one where they have none.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import hypot, inf, sqrt
 from statistics import mean, stdev
 from typing import Any, Literal
@@ -17,7 +17,7 @@ Records = Mapping[str, Record]
 Outcome = Literal["seen", "not seen", "cannot be told"]
 SEEN: Outcome = "seen"
 NOT_SEEN: Outcome = "not seen"
-UNTOLD: Outcome = "cannot be told"
+UNDECIDED: Outcome = "cannot be told"
 Place = tuple[str | int, ...]
 """Keys that lead to a number in the records of one machine."""
 
@@ -28,10 +28,10 @@ _LISTED = 3
 """Pairs that evidence lists one by one."""
 
 RULE = (
-    "An order is told by a one-sided t-test at 95% over paired trainings; with one training, if the gap exceeds twice "
-    'the standard deviation of the difference ("needed"), by the spread over draws or folds, or else by that which the '
-    "paper or our repeats have for such a number. A claim about several pairs is seen if every pair is, and not seen "
-    "if any is contradicted."
+    "An order is decided by a one-sided t-test at 95% over paired trainings. With one training, the gap must exceed "
+    'twice the standard deviation of the difference ("needed"), from the spread over draws or folds, or else from the '
+    "spread that the paper or our repeats have for such a number. A claim about several pairs is seen if every pair is, "
+    "and not seen if any pair is reversed."
 )
 
 
@@ -66,6 +66,12 @@ class Sample:
     def mean(self) -> float:
         """The mean over trainings."""
         return mean(self.values.values())
+
+    def only(self, trainings: Container[str]) -> "Sample":
+        """Return the numbers of some trainings."""
+        values = {name: value for name, value in self.values.items() if name in trainings}
+        places = {name: place for name, place in self.places.items() if name in trainings}
+        return replace(self, values=values, places=places)
 
     def __str__(self) -> str:
         values = list(self.values.values())
@@ -108,9 +114,9 @@ class Pair:
 
     @property
     def outcome(self) -> Outcome:
-        """Whether the first is ahead, the second, or neither can be told."""
+        """Whether the first is ahead, or the second, or the gap is too small."""
         if self.hindrance or abs(self.gap) <= self.needed:
-            return UNTOLD
+            return UNDECIDED
         return SEEN if self.gap > 0 else NOT_SEEN
 
     @property
@@ -130,8 +136,11 @@ class Pair:
 
 
 def paired(label: str, samples: Iterable[Sample], stated: float | None = None, hindrance: str = "") -> Pair:
-    """Return the pair of two samples, the first ahead in the paper."""
+    """Return the pair of two samples, the first ahead in the paper, by the trainings that both have if there are any."""
     first, second = samples
+    shared = first.values.keys() & second.values.keys()
+    if shared:
+        first, second = first.only(shared), second.only(shared)
     return Pair(label, first, second, stated, hindrance)
 
 
@@ -157,7 +166,7 @@ class Claim:
         try:
             return self.judge(records)
         except MissingNumberError as missing:
-            return Finding(UNTOLD, f"Not measured: {missing.args[0]}.")
+            return Finding(UNDECIDED, f"Not measured: {missing.args[0]}.")
 
     def line(self, records: Records) -> str:
         """Return outcome, claim and evidence in one line of Markdown."""
@@ -185,17 +194,17 @@ def order(text: str, of: str, pairs: Callable[[Records], Sequence[Pair]], *, is_
 def in_order(of: str, pairs: Sequence[Pair]) -> Finding:
     """Judge whether the first of every pair is ahead of the second."""
     outcomes = [pair.outcome for pair in pairs]
-    outcome = NOT_SEEN if NOT_SEEN in outcomes else UNTOLD if UNTOLD in outcomes else SEEN
+    outcome = NOT_SEEN if NOT_SEEN in outcomes else UNDECIDED if UNDECIDED in outcomes else SEEN
     counts = {max(1, len(pair.trainings)) for pair in pairs}
     trainings = " or ".join(map(str, sorted(counts))) + (" training" if counts == {1} else " trainings")
-    groups = {each: [pair for pair in pairs if pair.outcome == each] for each in (NOT_SEEN, UNTOLD, SEEN)}
+    groups = {each: [pair for pair in pairs if pair.outcome == each] for each in (NOT_SEEN, UNDECIDED, SEEN)}
     there = {each: found for each, found in groups.items() if found}
-    told = [("" if len(there) == 1 else f"{each}: ") + _told(found) for each, found in there.items()]
+    groups_said = [("" if len(there) == 1 else f"{each}: ") + _listed(found) for each, found in there.items()]
     decisive = there[outcome]
     more = f", and {len(decisive) - 1} more" if len(decisive) > 1 else ""
     why = f", {nearest(decisive).hindrance}" if nearest(decisive).hindrance else ""
     brief = f"{of}, {trainings}: {nearest(decisive).numbers}{why}{more}."
-    return Finding(outcome, f"{of}, {trainings}: {'. '.join(told)}.", brief)
+    return Finding(outcome, f"{of}, {trainings}: {'. '.join(groups_said)}.", brief)
 
 
 def nearest(pairs: Sequence[Pair]) -> Pair:
@@ -203,7 +212,7 @@ def nearest(pairs: Sequence[Pair]) -> Pair:
     return min(pairs, key=lambda pair: abs(abs(pair.gap) - pair.needed) / pair.needed if pair.needed else inf)
 
 
-def _told(pairs: Sequence[Pair]) -> str:
+def _listed(pairs: Sequence[Pair]) -> str:
     """List a few pairs; of many, give the number and the one nearest to its limit."""
     if len(pairs) <= _LISTED:
         return "; ".join(pair.evidence for pair in pairs)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import eigentrace as et
 from eigentrace.evaluate import retrieval, spearman
-from experiments.shared.claims import NOT_SEEN, SEEN, UNTOLD, Claim, Finding, Records, number
+from experiments.shared.claims import NOT_SEEN, SEEN, UNDECIDED, Claim, Finding, Records, number
 from experiments.shared.frame import Experiment, Session, main
 from experiments.translation.parts.corpora import Corpora, Ordered, Pairs, Texts
 from experiments.translation.parts.mt_retrieval_page import network_table
@@ -79,7 +79,7 @@ def _correlation(records: Records, low: int, high: int, near: Callable[[float], 
     }
     told = ", ".join(f"{value:.2f} ({words})" for words, value in found.items())
     near_all, near_any = (every(near(value) for value in found.values()) for every in (all, any))
-    outcome = SEEN if near_all else UNTOLD if near_any else NOT_SEEN
+    outcome = SEEN if near_all else UNDECIDED if near_any else NOT_SEEN
     return Finding(outcome, f"Spearman {told}; the paper does not say which it took. 1 training, web pairs.")
 
 

@@ -9,12 +9,23 @@ import pytest
 from experiments import paper
 from experiments.digits import mnist_large, mnist_long
 from experiments.shared import claims
-from experiments.shared.claims import NOT_SEEN, SEEN, UNTOLD, Claim, MissingNumberError, Pair, Sample, in_order, order
+from experiments.shared.claims import (
+    NOT_SEEN,
+    SEEN,
+    UNDECIDED,
+    Claim,
+    MissingNumberError,
+    Pair,
+    Sample,
+    in_order,
+    order,
+    paired,
+)
 from tests.helpers.expecting import expect_mentions, refused
 from tests.helpers.places import ROOT
 
 FOLDER = ROOT / "docs" / "results"
-MIRRORED = {SEEN: NOT_SEEN, NOT_SEEN: SEEN, UNTOLD: UNTOLD}
+MIRRORED = {SEEN: NOT_SEEN, NOT_SEEN: SEEN, UNDECIDED: UNDECIDED}
 
 
 @cache
@@ -199,14 +210,14 @@ def test_other_claims_turn_with_their_numbers_too(which):
     [
         (of_one_training(3.0, 1.0, stated=0.7), SEEN),  # 2 > 2 · √2 · 0.7 = 1.98
         (of_one_training(1.0, 3.0, stated=0.7), NOT_SEEN),
-        (of_one_training(2.9, 1.0, stated=0.7), UNTOLD),
-        (of_one_training(9.0, 1.0, (3.0, 4.0), stated=0.1), UNTOLD),  # its own spread counts, 2 · 5
+        (of_one_training(2.9, 1.0, stated=0.7), UNDECIDED),
+        (of_one_training(9.0, 1.0, (3.0, 4.0), stated=0.1), UNDECIDED),  # its own spread counts, 2 · 5
         (of_one_training(12.0, 1.0, (3.0, 4.0), stated=0.1), SEEN),
-        (of_one_training(99.0, 1.0), UNTOLD),  # no spread is known
+        (of_one_training(99.0, 1.0), UNDECIDED),  # no spread is known
         (of_trainings([5.0, 6.0, 7.0], [4.0, 5.1, 5.9]), SEEN),  # paired: differences of 1, .9 and 1.1
         (of_trainings([4.0, 5.1, 5.9], [5.0, 6.0, 7.0]), NOT_SEEN),
-        (of_trainings([5.0, 6.0, 7.0], [4.0, 6.1, 5.0]), UNTOLD),
-        (of_trainings([5.0, 5.1], [4.9, 5.05]), UNTOLD),  # t is 3 with one degree of freedom
+        (of_trainings([5.0, 6.0, 7.0], [4.0, 6.1, 5.0]), UNDECIDED),
+        (of_trainings([5.0, 5.1], [4.9, 5.05]), UNDECIDED),  # t is 3 with one degree of freedom
     ],
 )
 def test_what_it_takes_to_tell_an_order(pair, outcome):
@@ -221,14 +232,21 @@ def test_trainings_are_paired_by_name():
     assert pair.needed == pytest.approx(6.31 * 0.0707 / 2**0.5, rel=1e-3)
 
 
+def test_a_training_that_one_score_lacks_is_left_out():
+    first, second = Sample({"0": 5.0}, {"0": ("a",)}), Sample({"0": 4.0, "1": 100.0}, {"0": ("b",), "1": ("c",)})
+    pair = paired("", [first, second], 0.1)
+    assert (pair.gap, pair.outcome) == (1.0, SEEN)
+    assert pair.second.places == {"0": ("b",)}
+
+
 def test_a_claim_about_several_pairs_needs_all_of_them():
     ahead, level, behind = (of_one_training(value, 5.0, stated=0.1) for value in (9.0, 5.1, 1.0))
     hindered = Pair("", ahead.first, ahead.second, 0.1, "other digits")
     for pairs, outcome in (
         ([ahead, ahead], SEEN),
-        ([ahead, level], UNTOLD),
+        ([ahead, level], UNDECIDED),
         ([level, behind, ahead], NOT_SEEN),
-        ([ahead, hindered], UNTOLD),
+        ([ahead, hindered], UNDECIDED),
     ):
         assert in_order("AP", pairs).outcome == outcome
     found = in_order("AP", [level, behind, ahead])
@@ -246,7 +264,7 @@ def test_numbers_that_are_missing_leave_a_claim_untold():
     assert claim.on({"part": {"cells": {"a": good, "b": good | {"ap": 1.0}}}}).outcome == SEEN
     for records in ({}, {"part": {"cells": {"a": good}}}, {"part": {"cells": {"a": good, "b": failed}}}):
         found = claim.on(records)
-        assert found.outcome == UNTOLD
+        assert found.outcome == UNDECIDED
         assert "Not measured" in found.evidence
     with refused(MissingNumberError, "part"):
         claims.number({}, "part", "cells", "a", "ap")

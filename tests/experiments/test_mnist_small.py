@@ -19,7 +19,7 @@ from experiments.digits.parts.small_network import (
     train,
     trained,
 )
-from experiments.shared.claims import SEEN, UNTOLD
+from experiments.shared.claims import SEEN, UNDECIDED
 from experiments.shared.frame import main
 from tests.helpers.drawings import words_on
 
@@ -151,7 +151,7 @@ def _outcomes(records):
 
 def test_claims_are_judged_at_every_k():
     records = _records()
-    assert _outcomes(records) == [SEEN, UNTOLD, SEEN, UNTOLD]
+    assert _outcomes(records) == [SEEN, UNDECIDED, SEEN, UNDECIDED]
     records["retrieval"]["cells"]["RandProj, K=5"]["auc"] = 80.0
     records["retrieval"]["cells"]["exact Hessian"]["auc"] = 88.0
     assert _outcomes(records) == [SEEN, SEEN, SEEN, SEEN]
@@ -162,7 +162,7 @@ def test_the_exact_hessian_is_no_measure_outside_of_a_minimum():
     records["retrieval"]["cells"]["exact Hessian"]["auc"] = 80.0
     assert _outcomes(records)[3] == SEEN
     records["eigenvalues"]["cells"]["exact"]["negative"] = 2
-    assert CLAIMS[3].on(records).outcome == UNTOLD
+    assert CLAIMS[3].on(records).outcome == UNDECIDED
     assert "2 exact eigenvalues are below zero" in CLAIMS[3].on(records).evidence
 
 
@@ -171,8 +171,8 @@ def test_no_claim_is_made_before_there_are_numbers():
     for keep in (5, 10):
         del records["retrieval"]["cells"][f"RandProj, K={keep}"]
     del records["retrieval"]["cells"]["exact Hessian"]
-    assert _outcomes(records) == [SEEN, UNTOLD, SEEN, UNTOLD]
-    assert _outcomes({}) == [UNTOLD] * 4
+    assert _outcomes(records) == [SEEN, UNDECIDED, SEEN, UNDECIDED]
+    assert _outcomes({}) == [UNDECIDED] * 4
     assert summary({}) == []
 
 

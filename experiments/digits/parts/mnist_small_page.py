@@ -123,7 +123,7 @@ def _passes_exact(records: Records) -> Finding:
     pair = _pair(records, f"K = {keep}: ", "auc", f"Arnoldi, K={keep}", "exact Hessian")
     below = round(number(records, "eigenvalues", "cells", "exact", "negative"))
     if below:
-        why = f"{below} exact eigenvalues are below zero, so the network is in no minimum"
+        why = f"{below} exact eigenvalues are below zero, so the network is not at a minimum"
         pair = replace(pair, hindrance=why)
     return in_order("AUC", [pair])
 
