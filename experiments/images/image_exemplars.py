@@ -228,18 +228,18 @@ def _own_first(records: Records) -> Finding:
 
 CLAIMS = (
     order(
-        "High self-influence marks what is mislabelled or hard (paper: shown by pictures). CIFAR-10, labels of people:",
+        "High self-influence marks wrong labels that people gave to CIFAR-10 (paper: pictures of ImageNet).",
         "Percent of wrong labels",
         lambda records: _wrong_on_top(records, "cifar_noisy"),
         is_main=True,
     ),
     order(
-        "The same for 250 photos of ImageNet, by doubtful labels:",
+        "High self-influence marks doubtful labels of 250 photos of ImageNet (paper: pictures).",
         "Percent of doubtful labels",
         lambda records: _wrong_on_top(records, "photos"),
     ),
     order(
-        "The same for CIFAR-10 as published, by what the network gets wrong:",
+        "High self-influence marks what the network gets wrong in CIFAR-10 as published (paper: pictures).",
         "Percent predicted as labelled",
         _misread_on_top,
     ),

@@ -1,8 +1,8 @@
 """Claims of the paper, and what stored numbers say about each: seen, not seen, or cannot be told.
 
 An order of two scores is decided by paired differences over several trainings (one-sided t-test at 95%). With one
-training, the gap must exceed twice the standard deviation of the difference, from the numbers' own spread (over draws or
-folds), or from a stated one where they have none.
+training, the gap must exceed twice the standard deviation of the difference, from the numbers' own spread (over draws
+or folds), or from a stated one where they have none.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -30,8 +30,8 @@ _LISTED = 3
 RULE = (
     "An order is decided by a one-sided t-test at 95% over paired trainings. With one training, the gap must exceed "
     'twice the standard deviation of the difference ("needed"), from the spread over draws or folds, or else from the '
-    "spread that the paper or our repeats have for such a number. A claim about several pairs is seen if every pair is, "
-    "and not seen if any pair is reversed."
+    "spread that the paper or our repeats have for such a number. A claim about several pairs is seen if every pair "
+    "is, and not seen if any pair is reversed."
 )
 
 
@@ -136,7 +136,7 @@ class Pair:
 
 
 def paired(label: str, samples: Iterable[Sample], stated: float | None = None, hindrance: str = "") -> Pair:
-    """Return the pair of two samples, the first ahead in the paper, by the trainings that both have if there are any."""
+    """Return the pair of two samples, the first ahead in the paper, on the trainings that both have."""
     first, second = samples
     shared = first.values.keys() & second.values.keys()
     if shared:
