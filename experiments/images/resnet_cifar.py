@@ -24,7 +24,7 @@ from eigentrace.evaluate import Retrieval, retrieval
 from eigentrace.fits.eigen_fit import EigenFit
 from experiments.images.parts.cifar import ARCHIVE, NUM_CLASSES
 from experiments.images.parts.resnet20 import FILES, ORIGIN, trained
-from experiments.images.parts.resnet_cifar_page import ABOUT, KEEPS, SHARES, cell_name, figures, seen, tables
+from experiments.images.parts.resnet_cifar_page import ABOUT, KEEPS, SHARES, cell_name, figures, tables
 from experiments.shared.frame import Experiment, Session, main
 from experiments.shared.needed import Needed
 from harness.command import positive
