@@ -49,7 +49,7 @@ def experiments() -> list[Experiment]:
 def page(out: Path) -> str:
     """Render the page from the results in a folder."""
     lines = [INTRODUCTION, *(["", *glance] if (glance := _glance(out)) else [])]
-    for experiment in experiments():
+    for experiment in (each for each in experiments() if each.claims):  # the others compare with no table of the paper
         lines += ["", f"## {experiment.title}", ""]
         results = read(data_file(out, experiment.name))
         command = f"`{experiment.command}`"

@@ -24,7 +24,7 @@ from eigentrace.evaluate import Retrieval, retrieval
 from eigentrace.fits.eigen_fit import EigenFit
 from experiments.images.parts.cifar import ARCHIVE, NUM_CLASSES
 from experiments.images.parts.resnet20 import FILES, ORIGIN, trained
-from experiments.images.parts.resnet_cifar_page import ABOUT, KEEPS, SHARES, cell_name, figures, tables
+from experiments.images.parts.resnet_cifar_page import ABOUT, CLAIMS, KEEPS, SHARES, cell_name, figures, summary, tables
 from experiments.shared.frame import Experiment, Session, main
 from experiments.shared.needed import Needed
 from harness.command import positive
@@ -225,6 +225,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(seeds=3)
 
 
+VERDICT = """\
+Which layers are taken matters most, as in the paper, and the fewer the better. The tail adds most where they are few
+(90.6 AP against 81.0 in the top tenth at K = 10), and the length of the whole gradient, which needs no curvature, is
+ahead of the paper's ten directions there too. The loss, which is not in the paper's table, is far ahead of every score:
+a network that has not seen a wrong label contradicts it with a large loss."""
+
 EXPERIMENT = Experiment(
     "resnet_cifar",
     "Wrong labels found with a ResNet-20",
@@ -234,6 +240,9 @@ EXPERIMENT = Experiment(
     figures,
     options,
     needed=Needed(lambda settings, part: FILES, public=frozenset([ARCHIVE]), origin=ORIGIN),
+    verdict=VERDICT,
+    claims=CLAIMS,
+    summary=summary,
     area="images",
 )
 
