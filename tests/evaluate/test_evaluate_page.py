@@ -39,6 +39,7 @@ def test_the_code_runs(tmp_path, monkeypatch, capsys):
     assert names["left"].actual.shape == (4, 3)
     assert names["svg"].startswith("<svg")
     assert 0 <= names["check"].wins <= 1
+    assert names["memorised"].values.shape == (80,)
 
 
 def test_everything_public_is_documented():
@@ -47,5 +48,5 @@ def test_everything_public_is_documented():
         assert (getattr(ev, name).__doc__ or "").strip()
     for name in ("compare", "Loop", "ManyModels", "SGD", "Subsets", "retrain", "Retrained", "lds", "leave_out"):
         assert f"ev.{name}" in page
-    for name in ("retraining_curves", "counterfactual"):
+    for name in ("retraining_curves", "counterfactual", "memorization"):
         assert f"ev.{name}" in page

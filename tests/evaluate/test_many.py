@@ -178,6 +178,13 @@ def test_margin_is_the_log_odds():
     torch.testing.assert_close(trainer.outputs(some_jobs(2)), torch.logit((-by_loss).exp()))
 
 
+def test_probability_is_that_of_the_label():
+    trainer = ManyModels(mlp(), TRAIN, QUERIES, SETTINGS, measure="probability")
+    assert not trainer.higher_is_worse
+    by_loss = ManyModels(mlp(), TRAIN, QUERIES, SETTINGS).outputs(some_jobs(2))
+    torch.testing.assert_close(trainer.outputs(some_jobs(2)), (-by_loss).exp())
+
+
 def test_own_measure_in_parts(monkeypatch):
     queries = data(200, seed=3)
     sgd = SGD(epochs=1, batch_size=8, lr=0.1)
@@ -276,6 +283,7 @@ def test_the_recipe_knows_what_matters():
         recipe(queries=data(6, seed=2)),
         recipe(sgd=SGD(epochs=3, batch_size=7, lr=0.1, momentum=0.9)),
         recipe(measure="margin"),
+        recipe(measure="probability"),
         recipe(measure=lambda outputs, labels: outputs[:, 0]),
         recipe(initialise=lambda model, seed: None),
         recipe(loss=lambda outputs, labels: F.cross_entropy(outputs, labels, reduction="none") * 2),
@@ -329,7 +337,7 @@ REFUSED = {
     "label too large": (dict(train=(TRAIN[0], TRAIN[1] + 1)), ("train", 1, 3)),
     "label too small": (dict(queries=(QUERIES[0], QUERIES[1] - 1)), ("queries", -1, 3)),
     "float labels": (dict(train=(TRAIN[0], TRAIN[0])), ("loss", "(40, 5)")),
-    "measure": (dict(measure="accuracy"), ("measure", "'loss'", "'margin'", "'accuracy'")),
+    "measure": (dict(measure="accuracy"), ("measure", "'margin'", "'probability'", "'accuracy'")),
     "engine": (dict(engine="fast"), ("engine", "'auto'", "'fused'", "'mapped'", "'fast'")),
     "not plain": (dict(model=Gated(), engine="fused"), ("engine='fused'", "nn.Sequential", "nn.Linear")),
     "at_once": (dict(at_once=0), ("at_once", 1, 0)),

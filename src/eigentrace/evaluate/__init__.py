@@ -6,6 +6,7 @@ from eigentrace.evaluate.dropping import RetrainingCurves, retraining_curves
 from eigentrace.evaluate.lds import LDS, lds
 from eigentrace.evaluate.leave_out import LeftOut, leave_out
 from eigentrace.evaluate.many import ManyModels
+from eigentrace.evaluate.memorization import Memorization, memorization
 from eigentrace.evaluate.retrain import Retrained, retrain
 from eigentrace.evaluate.retrieval import Detection, Retrieval, detection, retrieval
 from eigentrace.evaluate.stacked import SGD
@@ -39,6 +40,9 @@ __all__ = [
     "RetrainingCurves",
     "counterfactual",
     "Counterfactual",
+    # what models memorised
+    "memorization",
+    "Memorization",
     # correlations
     "pearson",
     "spearman",

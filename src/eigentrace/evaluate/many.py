@@ -54,6 +54,15 @@ def margin(outputs: Tensor, labels: Tensor) -> Tensor:  # (B, classes), (B,) -> 
     return own.squeeze(1) - rest.logsumexp(dim=1)
 
 
+def probability(outputs: Tensor, labels: Tensor) -> Tensor:  # (B, classes), (B,) -> (B,)
+    """Return the probability of each example's label."""
+    return outputs.softmax(dim=1).gather(1, labels[:, None]).squeeze(1)
+
+
+_SCORES: dict[str, OutputLoss] = {"margin": margin, "probability": probability}
+"""Named measures that increase as a model improves."""
+
+
 class ManyModels:
     """A trainer of many small networks at once, on subsets of a dataset, by stochastic gradient descent.
 
@@ -67,8 +76,9 @@ class ManyModels:
         queries: Inputs and targets of the queries, in the same form.
         sgd: Settings of the optimiser.
         loss: `loss(outputs, targets) -> (B,)`; cross-entropy by default. Its mean over a batch is minimised.
-        measure: What to measure for a query: "loss", "margin" (log-odds of its label), or a function like `loss`.
-        higher_is_worse: Whether a larger measured number is worse; by default false for "margin" only.
+        measure: What to measure for a query: "loss", "margin" (log-odds of its label), "probability" (of its label), or
+            a function like `loss`.
+        higher_is_worse: Whether a larger measured number is worse; by default false for "margin" and "probability".
         initialise: `initialise(model, seed)` sets the weights in place, after the global generator was seeded; by
             default, calls `reset_parameters` of every layer.
         at_once: Number of models to train together; by default, as many as fit in memory.
@@ -85,7 +95,7 @@ class ManyModels:
         sgd: SGD,
         *,
         loss: OutputLoss | None = None,
-        measure: Literal["loss", "margin"] | OutputLoss = "loss",
+        measure: Literal["loss", "margin", "probability"] | OutputLoss = "loss",
         higher_is_worse: bool | None = None,
         initialise: Initialise | None = None,
         at_once: int | None = None,
@@ -96,10 +106,10 @@ class ManyModels:
         self._dtype = next(p.dtype for p in self._model.parameters() if p.requires_grad)
         self._initialise, self._sgd = initialise or reset, sgd
         self._loss = loss or cross_entropy
-        if measure not in ("loss", "margin") and not callable(measure):
-            raise InputError(f"measure must be 'loss', 'margin' or a function, got {measure!r}.")
-        self._measure = measure if callable(measure) else margin if measure == "margin" else self._loss
-        self.higher_is_worse = measure != "margin" if higher_is_worse is None else higher_is_worse
+        if measure not in ("loss", *_SCORES) and not callable(measure):
+            raise InputError(f"measure must be 'loss', 'margin', 'probability' or a function, got {measure!r}.")
+        self._measure = measure if callable(measure) else _SCORES.get(measure, self._loss)
+        self.higher_is_worse = measure not in _SCORES if higher_is_worse is None else higher_is_worse
         pairs = [_pair(train, "train"), _pair(queries, "queries")]
         self._described = {"train": tensor_hash(*pairs[0]), "queries": tensor_hash(*pairs[1])}
         self._device = torch.device(device) if device is not None else pairs[0][0].device
@@ -223,7 +233,7 @@ class ManyModels:
             raise InputError(f"engine must be 'auto', 'fused' or 'mapped', got {engine!r}.")
         with torch.no_grad():
             shown = copy.deepcopy(self._model).to(self._device)(self._x[:1])
-        if self._loss is cross_entropy or self._measure is margin:
+        if self._loss is cross_entropy or self._measure in _SCORES.values():
             for name, labels in {"train": self._y, "queries": self._qy}.items():
                 _check_labels(name, labels, shown)
         if engine == "mapped":
@@ -281,9 +291,9 @@ def _pair(data: Any, name: str) -> tuple[Tensor, Tensor]:
 def _check_labels(name: str, labels: Tensor, shown: Tensor) -> None:
     if shown.ndim != 2 or labels.ndim != 1 or labels.is_floating_point():
         raise InputError(
-            f"Cross-entropy and margins need outputs of shape (B, classes) and integer labels of shape (B,), but the "
-            f"model returned shape {tuple(shown.shape)} for one example, and the targets of {name} are {labels.dtype} "
-            f"{tuple(labels.shape)}. Pass loss=..., a function of outputs and targets."
+            "Cross-entropy, margins and probabilities need outputs of shape (B, classes) and integer labels of shape "
+            f"(B,), but the model returned shape {tuple(shown.shape)} for one example, and the targets of {name} are "
+            f"{labels.dtype} {tuple(labels.shape)}. Pass loss=..., a function of outputs and targets."
         )
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= shown.shape[1]:
@@ -295,4 +305,4 @@ def _check_labels(name: str, labels: Tensor, shown: Tensor) -> None:
 
 def _named(function: Any) -> str:
     # Functions of this module are identified by name, so that caches stay valid when their source changes.
-    return function.__name__ if function in (cross_entropy, margin, reset) else recipe_as_json(function)
+    return function.__name__ if function in (cross_entropy, margin, probability, reset) else recipe_as_json(function)
