@@ -42,10 +42,12 @@ bench-small: setup
 	$(BIN)/python -m bench.projection --small
 	$(BIN)/python -m bench.curvature --small
 
-# Every experiment of the paper at toy size, to see that all run; results go to runs/, docs/results/paper.md has the real ones.
+# Every experiment of the paper at toy size, to see that all run; results go to runs/,
+# docs/results/ has the real ones.
 EXPERIMENTS := digits.mnist_small digits.mnist_large digits.mnist_long digits.mnist_neighbours digits.inverse_arnoldi \
-	images.resnet_cifar images.vit_cifar images.image_exemplars images.resnet_curve images.scaling \
-	translation.mt_retrieval translation.mt_filter translation.mt_prefiltered translation.mt_exemplars translation.throughput
+	digits.error_analysis images.resnet_cifar images.vit_cifar images.image_exemplars images.resnet_curve images.scaling \
+	translation.mt_retrieval translation.mt_filter translation.mt_prefiltered \
+	translation.mt_exemplars translation.throughput
 experiments-small: setup
 	for name in $(EXPERIMENTS); do \
 		$(BIN)/python -m experiments.$$name --small --replace --out runs/experiments-small || exit 1; \

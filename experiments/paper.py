@@ -19,7 +19,8 @@ from harness.record import read
 
 NAMES = (
     *("digits.mnist_small", "digits.mnist_large", "digits.mnist_long", "digits.mnist_neighbours"),
-    *("digits.inverse_arnoldi", "images.resnet_cifar", "images.vit_cifar", "images.image_exemplars"),
+    *("digits.inverse_arnoldi", "digits.error_analysis", "images.resnet_cifar", "images.vit_cifar"),
+    "images.image_exemplars",
     *("images.resnet_curve", "images.scaling"),
     *("translation.mt_retrieval", "translation.mt_filter", "translation.mt_prefiltered", "translation.mt_exemplars"),
     "translation.throughput",

@@ -168,6 +168,15 @@ def _correlations(low, high):
 
 
 MUTATIONS = {
+    "error_analysis: What is left out of ": (
+        _set(1.1, *_cells("quadratic", ["k=10"], "largest_share_of_bound")),
+        NOT_SEEN,
+    ),
+    "error_analysis: What is left out is ": (_set(0, *_cells("network", ["network"], "negative")), NOT_SEEN),
+    "error_analysis: Under noise in the H": (
+        _set(0.1, *_cells("noise", ["alignment"], "slope_batches")),
+        SEEN,
+    ),
     "mnist_small: With large K, Arnold": (
         _set(0, *_cells("eigenvalues", ["exact"], "negative")),
         SEEN,
