@@ -122,7 +122,6 @@ CLAIMS = (
     Claim(
         "What is left out of the quadratic by truncation is at most half the next |λ| times the squared length.",
         _bound,
-        is_main=True,
     ),
     Claim("What is left out is never negative.", _sign),
     Claim(
