@@ -265,8 +265,8 @@ CLAIMS = (
 VERDICT = """\
 Ten directions tell classes and kinds apart, not single pictures: scaled by the length of the whole gradient, hardly a
 picture is its own strongest proponent, and scaled by that of its features it depends on the network. With the tail and
-gradients at unit length every picture is. The loss alone ranks nearly the same pictures at the top, and marks wrong labels
-of people better than either estimator. The network of the photos has learned all 250 by heart, and neither
+gradients at unit length every picture is. The loss alone ranks nearly the same pictures at the top, and marks wrong
+labels of people better than either estimator. The network of the photos has learned all 250 by heart, and neither
 self-influence nor the loss finds their doubtful labels.
 
 Rescored means that the strongest were sought among 2,000 candidates. Seconds of the photos were taken while other
