@@ -97,6 +97,7 @@ MADE = {
     ("Subsets", 4, ROWS): lambda m: evaluate.Subsets.random(ROWS, 4),
     ("Retrained", 4, 2, 5): lambda m: retrained(),
     ("LDS", 0.4): lambda m: evaluate.LDS(0.4, (0.3, 0.5), np.zeros(9), "both", 0.95),
+    ("Memorization", 5): lambda m: evaluate.Memorization(*np.ones((6, 5))),
     ("LeftOut", 5, 2): lambda m: evaluate.LeftOut(np.zeros((5, 2)), np.zeros((5, 2)), np.zeros((5, 2))),
     ("Counterfactual", 5, 3, 2): lambda m: evaluate.Counterfactual(
         np.zeros((5, 3), int), np.zeros(5), np.zeros(5), np.zeros(5), np.zeros((5, 2)), np.zeros((5, 2))

@@ -117,7 +117,7 @@ def test_what_is_there_or_embedded_is_not_asked_for(tmp_path):
     (tmp_path / "mnist.npz").touch()
     checked(needed["digits.mnist_large"], "losses", data=tmp_path)
     (tmp_path / "cifar-10-python.tar.gz").touch()
-    checked(needed["images.vit_cifar"], "heldout", data=tmp_path)
+    checked(vit_cifar.EXPERIMENT.needed, "heldout", data=tmp_path)
     checked(needed["images.resnet_curve"], "curve", data=tmp_path / "new", download=True)
     with pytest.raises(SystemExit):
         checked(needed["images.image_exemplars"], "photos", data=tmp_path)
