@@ -9,7 +9,16 @@ import torch
 from torch import nn
 
 import eigentrace as et
-from eigentrace.errors import DataError, EigentraceWarning, InputError, MismatchError, NumericalError, UnsupportedError
+from eigentrace.errors import (
+    DataError,
+    EigentraceWarning,
+    InputError,
+    MemoryLimitError,
+    MismatchError,
+    NumericalError,
+    UnsupportedError,
+)
+from eigentrace.krylov import plan
 from tests.helpers.expecting import refused, warned
 from tests.helpers.small import CHEAP, cross_entropy, examples, fit, net, table
 
@@ -311,3 +320,15 @@ def test_the_loss_baseline_checks_what_it_returns():
     bad[7] = torch.nan
     with refused(NumericalError, "row 7"):
         fitted.self_influence((bad, y))
+
+
+def test_directions_that_do_not_fit_in_memory_are_refused_with_numbers():
+    with refused(MemoryLimitError, "free", "params=", f"{10**12}"):
+        fit(method=et.RandProj(keep=10**12))
+
+
+def test_a_basis_of_the_inverse_is_refused_before_its_solver_is_fitted(monkeypatch):
+    monkeypatch.setattr(plan, "free_memory", lambda device: 100)
+    monkeypatch.setattr(et.Lissa, "fit", lambda *args, **options: pytest.fail("the solver was fitted"))
+    with refused(MemoryLimitError, "free"):
+        fit(method=et.InverseArnoldi())

@@ -12,6 +12,7 @@ from eigentrace.krylov.plan import IterationPlan, fitted_basis
 from eigentrace.krylov.vectors import Basis
 from eigentrace.methods.arnoldi import start_vector
 from eigentrace.methods.lissa import Lissa
+from eigentrace.methods.method import ready
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.projection.directions import DenseDirections
 from eigentrace.settings import check_counts, settings_of, settings_repr
@@ -51,12 +52,16 @@ class InverseArnoldi:
 
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> DirectionsFit:
         """Compute the top eigenpairs of the inverse curvature; see `Method.fit` for the arguments."""
+        task, data, _ = ready(task, data, num_train)
+        layout = task.layout
+        # Solves are not exact: the matrix is not symmetric, and the iteration cannot restart.
+        plan = IterationPlan(
+            layout.numel, layout.dtype, layout.device, self.steps, self.keep, Basis(), can_restart=False
+        )
+        basis = fitted_basis(plan)  # before the solver is prepared, which takes a while
         solved = self.solver.fit(task, data, num_train=num_train)
         task = solved.task
         start = start_vector(task, generator_of(self.seed))
-        # Solves are not exact: the matrix is not symmetric, and the iteration cannot restart.
-        plan = IterationPlan(len(start), start.dtype, start.device, self.steps, self.keep, Basis(), can_restart=False)
-        basis = fitted_basis(plan)
         with task.session():
             krylov = arnoldi(lambda v: solved.solve(v[None])[0], start, self.steps, basis=basis)
             eigenpairs = top_eigenpairs(krylov, self.keep)

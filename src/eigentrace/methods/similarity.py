@@ -11,6 +11,7 @@ from eigentrace.errors import InputError
 from eigentrace.fits.projected_fit import DirectionsFit
 from eigentrace.fits.weighted_directions import Block
 from eigentrace.methods.method import ready
+from eigentrace.numeric.memory import check_fits
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.progress import track
 from eigentrace.projection.directions import CoordinateDirections, DenseDirections
@@ -38,6 +39,14 @@ class RandProj:
     def fit(self, task: Task, data: Any, *, num_train: int | None = None) -> DirectionsFit:
         """Draw the directions; see `Method.fit` for the arguments."""
         task, data, size = ready(task, data, num_train)
+        layout = task.layout
+        each = layout.numel * layout.dtype.itemsize
+        check_fits(
+            self.keep * each,
+            layout.device,
+            f"{self.keep} directions of {layout.numel:,} parameters",
+            "Lower keep, or select fewer parameters (params= of the task)",
+        )
         generator = generator_of(self.seed)
         matrix = normal((self.keep, task.layout.numel), generator, task.layout)
         weights = torch.full((self.keep,), 1 / self.keep, dtype=torch.float64, device="cpu")

@@ -12,7 +12,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eigentrace.errors import InputError
+from eigentrace.errors import InputError, MemoryLimitError
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,20 @@ def free_memory(device: "torch.device", root: Path = Path("/")) -> int:
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserve
     return min(_of_system(root), *_of_groups(root), sys.maxsize)
+
+
+def check_fits(num_bytes: int, device: "torch.device", what: str, remedy: str) -> None:
+    """Raise MemoryLimitError unless something fits in the free memory of a device.
+
+    Args:
+        num_bytes: Its size.
+        device: The device.
+        what: What it is, for the message.
+        remedy: What to change, for the message.
+    """
+    free = free_memory(device)
+    if num_bytes > free:
+        raise MemoryLimitError(f"{what} take {as_text(num_bytes)}, and {as_text(free)} are free ({device}). {remedy}.")
 
 
 def check_memory(memory: Any) -> None:
