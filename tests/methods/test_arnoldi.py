@@ -366,3 +366,8 @@ def test_a_loss_that_is_not_convex_in_the_outputs_is_told():
         warnings.simplefilter("error")
         et.Arnoldi(steps=8, keep=4).fit(tasks[True], data)
         et.Arnoldi(steps=8, keep=4, curvature="hessian").fit(tasks[False], data)
+
+
+def test_its_docstring_explains_every_setting():
+    for field in dataclasses.fields(et.Arnoldi):
+        assert f"\n        {field.name}: " in et.Arnoldi.__doc__

@@ -42,43 +42,48 @@ _COMPARED_ROWS = 64
 
 @dataclass(frozen=True)
 class Arnoldi:
-    """Influence computed from the top K eigenpairs of the curvature, with one eigenvalue δ for all other directions."""
+    """Influence computed from the top K eigenpairs of the curvature, with one eigenvalue δ for all other directions.
+
+    Args:
+        steps: n, the number of products with the curvature in the Krylov iteration. More steps give more accurate
+            eigenpairs; four times `keep` is a good start.
+        keep: K (the paper's p̃), the number of eigenpairs to keep, those of largest |λ|; at most `steps`. Each example
+            gets K features.
+        curvature: The matrix to invert: "hessian"; "gauss-newton", which is positive semi-definite at any point of
+            training and needs a task with outputs; or "auto" for Gauss-Newton if the task has outputs, else the
+            Hessian.
+        tail: δ, the eigenvalue that is assumed for all directions that are not kept: "auto" for |λ_K|, or a positive
+            number. "shaped" adds the mean squared gradient along each of `coordinates` to δ. None ignores these
+            directions, as the paper does.
+        coordinates: R, the number of coordinates stored per example for the tail: a count, or a fraction of the tail's
+            energy to cover. None is 1024 for a shaped tail, and no coordinates otherwise.
+        positive_only: Drop eigenpairs with negative eigenvalues after taking the top K, as the paper does at saddle
+            points.
+        sample: Number of examples that the curvature is averaged over, drawn once; None for all of the data.
+        spread: Draw `sample` new examples at every step, as the paper does, instead of one fixed sample.
+        seed: Seed of the sample and the start vector.
+        precision: "fp32", or "bf16" for products under autocast: faster on a GPU, accurate to about two digits.
+        basis: Dtype and device of the Krylov vectors, and how many are stored before a restart; by default, so that
+            they fit in memory. See `Basis`.
+        compile: Compile the products with torch.compile: takes a minute or more, then about doubles the speed. "auto"
+            compiles on a GPU if the time saved is expected to exceed the time of compiling.
+        reliability: Also fit on two disjoint halves of the sample, and report their rank agreement as
+            `fitted.reliability`. This takes about as long as another fit.
+    """
 
     steps: int = 200
-    """n, the number of products with the curvature in the Krylov iteration. More steps give more accurate eigenpairs;
-    four times `keep` is a good start."""
     keep: int = 50
-    """K (the paper's p̃), the number of eigenpairs to keep, those of largest |λ|; at most `steps`. Each example gets K
-    features."""
     curvature: Kind = "auto"
-    """The matrix to invert: "hessian"; "gauss-newton", which is positive semi-definite at any point of training and
-    needs a task with outputs; or "auto" for Gauss-Newton if the task has outputs, else the Hessian."""
     tail: Tail = "auto"
-    """δ, the eigenvalue that is assumed for all directions that are not kept: "auto" for |λ_K|, or a positive number.
-    "shaped" adds the mean squared gradient along each of `coordinates` to δ. None ignores these directions, as the
-    paper does."""
     coordinates: int | float | None = None
-    """R, the number of coordinates stored per example for the tail: a count, or a fraction of the tail's energy to
-    cover. None is 1024 for a shaped tail, and no coordinates otherwise."""
     positive_only: bool = False
-    """Drop eigenpairs with negative eigenvalues after taking the top K, as the paper does at saddle points."""
     sample: int | None = 8192
-    """Number of examples that the curvature is averaged over, drawn once; None for all of the data."""
     spread: bool = False
-    """Draw `sample` new examples at every step, as the paper does, instead of one fixed sample."""
     seed: int = 0
-    """Seed of the sample and the start vector."""
     precision: Precision = "fp32"
-    """"fp32", or "bf16" for products under autocast: faster on a GPU, accurate to about two digits."""
     basis: Basis = field(default_factory=Basis)
-    """Dtype and device of the Krylov vectors, and how many are stored before a restart; by default, so that they fit in
-    memory. See `Basis`."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile the products with torch.compile: takes a minute or more, then about doubles the speed. "auto" compiles
-    on a GPU if the time saved is expected to exceed the time of compiling."""
     reliability: bool = False
-    """Also fit on two disjoint halves of the sample, and report their rank agreement as `fitted.reliability`. This
-    takes about as long as another fit."""
 
     __repr__ = settings_repr
 
@@ -107,9 +112,9 @@ class Arnoldi:
             batch: Number of examples for each product.
             positive_only: Drop eigenpairs with negative eigenvalues, as the paper does for image classifiers.
             seed: Seed of the batches and of the start vector.
-            basis: See `Arnoldi.basis`.
-            precision: See `Arnoldi.precision`.
-            compile: See `Arnoldi.compile`.
+            basis: See `Arnoldi`.
+            precision: See `Arnoldi`.
+            compile: See `Arnoldi`.
         """
         return cls(
             steps,
