@@ -1,7 +1,9 @@
 """A run names the function that makes its data; it is called only if the user created the run or said so."""
 
+import contextlib
 import json
 import shutil
+import sys
 import warnings
 from pathlib import Path
 
@@ -10,13 +12,14 @@ import torch
 import transformers
 
 import eigentrace as et
-from eigentrace.errors import EigentraceWarning, InputError, UntrustedError
+from eigentrace.errors import EigentraceWarning, InputError, MismatchError, UntrustedError
 from eigentrace.loading import make_inputs, show_of
 from eigentrace.loading.hugging_face import load_model
 from eigentrace.loading.trust import is_trusted, trust_run
 from eigentrace.page.one_file import write_report
 from eigentrace.page.subject import Subject
 from tests.helpers.expecting import expect_mentions, refused
+from tests.helpers.manifests import edit_manifest
 
 INPUTS = """
 import pathlib, torch, eigentrace as et
@@ -132,6 +135,78 @@ def test_the_page_of_a_foreign_run_calls_nothing(made, tmp_path):
     trusted.warm_up()
     assert trusted.attached().data is not None
     assert called.exists()
+
+
+EVIL = "import pathlib\npathlib.Path(__file__).with_name('gotcha').touch()\ndef go(**_):\n    pass\n"
+DIGITS = "eigentrace.demo.inputs:digits"
+
+
+@pytest.fixture
+def evil(made, tmp_path):
+    """A foreign run of one's own scores with a file of code in it."""
+    other = foreign(made[0], tmp_path / "elsewhere")
+    (other / "evil.py").write_text(EVIL)
+    return other
+
+
+def disguises(run):
+    """Inputs that name something harmless, or no function at all, and have code in the place of it."""
+    code = f"{run / 'evil.py'}:go"
+    folder = {"model": "m", "dataset": "d", "task": "causal-lm"}
+    return (
+        {"function": DIGITS, "args": {}, "resolved": {"function": code}},
+        {"function": DIGITS, "args": {}, "resolved": {"function": code, "run": str(run)}},
+        folder | {"resolved": {"function": code}},
+        {"function": DIGITS, "resolved": {"args": code, "function": code}},
+    )
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_harmless_is_the_function_that_is_called_not_the_one_that_is_named(evil, number):
+    how = {"input": disguises(evil)[number]}
+    for call in (lambda: make_inputs(how, evil), lambda: make_inputs(how), lambda: show_of(how, evil)):
+        with refused((UntrustedError, MismatchError), evil / "evil.py"):
+            call()
+    assert not (evil / "gotcha").exists()
+
+
+def test_a_harmless_function_does_not_make_the_run_importable(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with refused(MismatchError, tmp_path / "network.safetensors"):
+        make_inputs({"input": {"function": DIGITS, "args": {"folder": "{run}"}, "resolved": {}}}, tmp_path)
+    assert str(tmp_path) not in sys.path
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_no_command_runs_code_in_the_place_of_a_harmless_function(evil, call, tmp_path, number):
+    asked = disguises(evil)[number]
+    edit_manifest(evil, lambda manifest: manifest["how"].update(input=asked))
+    held = json.loads((evil / "request.json").read_text())
+    (evil / "request.json").write_text(json.dumps(held | {"input": asked}))
+    for command in ("score {}", "explain {} --row 1 --exact", "check {} --repair"):
+        if command.startswith("check"):
+            next((evil / "shards").iterdir()).unlink()
+        code, _, err = call(command.format(evil))
+        assert code == 2
+        expect_mentions(err, [evil / "evil.py"])
+    subject = Subject(evil, with_model=True)
+    subject.warm_up()
+    assert subject.show is None
+    expect_mentions(subject.trouble, [evil / "evil.py"])
+    with pytest.raises((UntrustedError, MismatchError)):
+        _ = subject.inputs
+    assert not (evil / "gotcha").exists()
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_report_runs_no_code_in_the_place_of_a_harmless_function(evil, tmp_path, number):
+    edit_manifest(evil, lambda manifest: manifest["how"].update(input=disguises(evil)[number]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EigentraceWarning)  # says that the examples are not shown
+        with contextlib.suppress(MismatchError):
+            write_report(evil, tmp_path / "page.html")
+    assert not (evil / "gotcha").exists()
 
 
 def test_a_configuration_that_cannot_be_written_only_forgets(tmp_path, monkeypatch):

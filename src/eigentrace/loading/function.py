@@ -44,7 +44,9 @@ def from_function(name: str, args: Mapping[str, Any] | None = None) -> Inputs:
 
 
 def _from_path(name: str) -> ModuleType:
-    _make_importable(Path.cwd())
+    # The current directory may be that of somebody else's run: it is not searched for what eigentrace imports later.
+    if name.partition(".")[0] != "eigentrace":
+        _make_importable(Path.cwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eigentrace.errors import InputError
+from eigentrace.errors import InputError, MismatchError
 from eigentrace.loading.dataset_check import check_unchanged
 from eigentrace.loading.function import from_function
 from eigentrace.loading.inputs import Inputs
@@ -91,7 +91,7 @@ def make_inputs(how: Mapping[str, Mapping[str, Any]], home: Path | str | None = 
     asked = _settled(how, home)
     if "function" in asked:
         if not trust:
-            check_trusted(how["input"], home)
+            check_trusted(how["input"], home, asked["function"])
         elif home is not None:
             trust_run(how["input"], home)
         return from_function(asked["function"], asked.get("args"))
@@ -156,6 +156,12 @@ def _settled(how: Mapping[str, Mapping[str, Any]], home: Path | str | None) -> d
     _check_input(asked)
     made_in = resolved.pop(RUN, None)
     for key, full in resolved.items():
+        # Another key would replace what the request names, or add a function to a request that has none.
+        if key not in asked or key not in (*_PATHS, "function"):
+            raise MismatchError(
+                f"The settings have an absolute path {full!r} of {key!r}, but no path of this name. They are damaged "
+                "or were edited: restore the run, or create it again."
+            )
         asked[key] = full if _is_there(key, full) else asked[key]
     if home is not None and Folder(home).exists:
         _refuse_lost(asked.get("dataset"), resolved.get("dataset"), home)

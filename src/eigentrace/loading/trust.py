@@ -21,21 +21,21 @@ HARMLESS = ("eigentrace.demo.inputs:digits",)
 """Functions in the runs of eigentrace's own demo: they read tensors from the run and call no code that it names."""
 
 
-def check_trusted(asked: Mapping[str, Any], home: Path | str | None) -> None:
-    """Raise UntrustedError unless the function that a request names may be called.
+def check_trusted(asked: Mapping[str, Any], home: Path | str | None, function: str) -> None:
+    """Raise UntrustedError unless the function of a request may be called.
 
     Args:
         asked: The "input" section of the request.
         home: The directory of the run that stores the request.
+        function: The function that would be called: the request's own, or the one at the recorded absolute path.
     """
-    function = asked.get("function")
-    if function is None or function in HARMLESS or (home is not None and is_trusted(asked, home)):
+    if function in HARMLESS or (home is not None and is_trusted(asked, home)):
         return
     place = "The settings" if home is None else f"The run at {home}"
     raise UntrustedError(
-        f"{place} would import and call {called(asked)}, and nothing on this machine records that you created the run "
-        "or trust it. Read that code first. If you trust it, pass --trust (in Python trust=True); without it, stored "
-        "scores can still be read."
+        f"{place} would import and call {called(asked, function)}, and nothing on this machine records that you "
+        "created the run or trust it. Read that code first. If you trust it, pass --trust (in Python trust=True); "
+        "without it, stored scores can still be read."
     )
 
 
@@ -64,12 +64,11 @@ def trust_run(asked: Mapping[str, Any], home: Path | str) -> None:
         return
 
 
-def called(asked: Mapping[str, Any]) -> str:
-    """Return the call described by a request as Python code, with long values shortened."""
-    name = str(dict(asked.get("resolved") or {}).get("function", asked["function"]))
+def called(asked: Mapping[str, Any], function: str) -> str:
+    """Return the call of a function with a request's arguments as Python code, with long values shortened."""
     args = asked.get("args") or {}
     words = ", ".join(f"{key}={_short(value)}" for key, value in args.items()) if isinstance(args, Mapping) else "…"
-    return f"{_short(name, str)}({words})"
+    return f"{_short(function, str)}({words})"
 
 
 def config_folder() -> Path:
@@ -86,11 +85,11 @@ def _record(home: Path | str) -> Path:
 
 
 def _content(asked: Mapping[str, Any], home: Path | str) -> dict[str, str]:
-    what = {key: asked.get(key) for key in ("function", "args")}
-    what["resolved"] = dict(asked.get("resolved") or {}).get("function")
+    resolved = dict(asked.get("resolved") or {}).get("function")
+    what = {key: asked.get(key) for key in ("function", "args")} | {"resolved": resolved}
     return {
         "run": str(Path(home).resolve()),
-        "call": called(asked),
+        "call": called(asked, str(asked["function"] if resolved is None else resolved)),
         "sha256": hash_text(json.dumps(what, sort_keys=True)),
     }
 
