@@ -262,3 +262,49 @@ def test_code_in_a_model_folder_is_not_run(tmp_path, monkeypatch):
     with refused(InputError, tmp_path / "model"):
         load_model(tmp_path / "model", "text-classification")
     assert not (tmp_path / "gotcha").exists()
+
+
+KERNELS = (
+    {"attn_implementation": "org/kernel"},
+    {"_attn_implementation": "org/kernel@v1:run"},
+    {"_attn_implementation_internal": "kernels-community/flash-attn2"},
+    {"attn_implementation": {"": "eager", "text_config": "org/kernel"}},
+    {"attn_implementation": {"text_config": {"": "org/kernel"}}},
+    {"text_config": {"attn_implementation": "org/kernel"}},
+    {"parts": [{"decoder": {"_attn_implementation": "paged|org/kernel"}}]},
+    {"attn_implementation": "flash_attention_2"},
+    {"attn_implementation": ["org/kernel"]},
+    {"attribute_map": {"mine": "_attn_implementation"}, "mine": "org/kernel"},
+)
+
+
+def with_config(folder, more):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+
+
+@pytest.mark.parametrize("more", KERNELS, ids=str)
+def test_a_kernel_that_a_model_folder_names_is_not_fetched(tmp_path, monkeypatch, more):
+    tiny_bert(tmp_path / "model")
+    with_config(tmp_path / "model", more)
+    loader = transformers.AutoModelForSequenceClassification
+    monkeypatch.setattr(loader, "from_pretrained", lambda *_, **__: pytest.fail("transformers was asked"))
+    key = next(key for key in ("attribute_map", "_attn_implementation_internal", "_attn_implementation",
+                               "attn_implementation") if f"'{key}'" in str(more))  # fmt: skip
+    with refused(InputError, tmp_path / "model" / "config.json", key, "sdpa"):
+        load_model(tmp_path / "model", "text-classification")
+
+
+@pytest.mark.parametrize("value", ["eager", "sdpa", None, {"": "sdpa"}])
+def test_attention_of_transformers_can_be_chosen(tmp_path, value):
+    tiny_bert(tmp_path / "model")
+    with_config(tmp_path / "model", {"attn_implementation": value, "_attn_implementation_autoset": True})
+    load_model(tmp_path / "model", "text-classification")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "\xff"])
+def test_a_config_that_cannot_be_read_is_named(tmp_path, text):
+    tiny_bert(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(text, encoding="latin-1")
+    with refused(InputError, tmp_path / "model" / "config.json"):
+        load_model(tmp_path / "model", "text-classification")

@@ -2,12 +2,14 @@
 
 import inspect
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
 from torch import nn
 
+from eigentrace.disk.bounded import read_json
 from eigentrace.errors import InputError, TaskError, UnsupportedError
 from eigentrace.settings import short
 
@@ -29,6 +31,12 @@ _ENDINGS = {
 # Lengths from here on mean no limit: tokenizers without one have a number like 10^30.
 _NO_LIMIT = 10**6
 _ADAPTER = "adapter_config.json"
+# Entries of config.json that choose the code of attention. transformers downloads and runs the code of any other
+# value, also of flash_attention_2 if the package is not installed, which cannot compute in float32 anyway.
+_ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+_BUILT_IN = ("eager", "sdpa", "flex_attention", "paged|eager", "paged|sdpa")
+# This entry would give another name to the entries above.
+_RENAMING = "attribute_map"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "spiece*", "sentencepiece*", "*.spm", "*.bpe*", "merges.txt")
 
 
@@ -76,8 +84,9 @@ def load_model(folder: Path, task: str) -> nn.Module:
     """Load a trained model in float32, on the CPU; raise TaskError if weights are missing in the folder.
 
     Weights are read only from safetensors files, because loading a pickle can run any code. Code in the folder is not
-    run.
+    run, nor is code that its config.json names.
     """
+    _check_attention(folder)
     loader = getattr(_transformers(), _CLASSES[task])
     if not any(folder.glob("*.safetensors")) and (pickled := sorted(folder.glob("*.bin"))):
         raise InputError(
@@ -108,6 +117,39 @@ def load_model(folder: Path, task: str) -> nn.Module:
             "Create the task in a function (package.module:function)."
         )
     return model.float()
+
+
+def _check_attention(folder: Path) -> None:
+    """Raise InputError if the folder's config.json names code that transformers would download and run."""
+    file = folder / "config.json"
+    try:
+        found = list(_code_named(read_json(file)))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read: {error}. Pass a folder written by save_pretrained.") from None
+    if found:
+        key, value = found[0]
+        raise InputError(
+            f"{file} has {key} = {short(repr(value), 100)}, expected {', '.join(_BUILT_IN)} or no such entry: "
+            "transformers could download other code for it and run it. Remove the entry to load the model with the "
+            "default attention."
+        )
+
+
+def _code_named(config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a config and of its parts that choose code which is not built into transformers."""
+    if isinstance(config, list):
+        for part in config:
+            yield from _code_named(part)
+    if not isinstance(config, dict):
+        return
+    for key, value in config.items():
+        if key == _RENAMING:
+            yield key, value
+        elif key in _ATTENTION:
+            chosen = value.values() if isinstance(value, dict) else [value]
+            yield from ((key, one) for one in chosen if one is not None and one not in _BUILT_IN)
+        else:
+            yield from _code_named(value)
 
 
 def _load_failure(folder: Path, task: str, error: Exception) -> str:
