@@ -9,12 +9,16 @@ import torch
 
 from eigentrace.data import Data
 from eigentrace.disk.atomic import replacing
+from eigentrace.disk.bounded import open_regular, read_json
 from eigentrace.errors import InputError, MismatchError
 from eigentrace.krylov.resume import progress_of
 from eigentrace.loading import Inputs, from_config, make_inputs
+from eigentrace.loading.settings_file import check_stored
 from eigentrace.loading.trust import trust_run
 from eigentrace.methods.by_name import DEFAULT
 from eigentrace.numeric.hashing import hash_arrays
+from eigentrace.settings import short
+from eigentrace.store.entries import check_request
 from eigentrace.store.folder import REQUEST, Folder
 from eigentrace.store.same_data import difference, labels_at_hand
 
@@ -60,9 +64,13 @@ def read(path: Path) -> How:
     """Read the settings that a run was created with."""
     file = path / REQUEST
     try:
-        return json.loads(file.read_text())
+        return _checked(read_json(file), file)
     except (FileNotFoundError, NotADirectoryError):
         pass
+    except MismatchError:
+        raise
+    except OSError as error:
+        raise MismatchError(f"{file} cannot be read ({error}). Check its permissions and the disk.") from None
     except ValueError as error:
         raise MismatchError(f"{file} is damaged ({error}). Restore it, or start again in another directory.") from None
     if not path.is_dir():
@@ -73,15 +81,34 @@ def read(path: Path) -> How:
     )
 
 
+def _checked(found: Any, file: Path) -> How:
+    """Return the content of a request; raise MismatchError unless it has all sections, of known settings."""
+    for name in ("input", "fit", "score"):
+        held = found.get(name) if isinstance(found, dict) else None
+        if not isinstance(held, dict):
+            what = (
+                f"{name} is {short(repr(held), 100)}" if isinstance(found, dict) else f"it is {short(repr(found), 100)}"
+            )
+            raise MismatchError(
+                f"{file} is damaged or was edited: {what}, expected an object with the objects input, fit and score. "
+                "Restore it, or start again in another directory."
+            )
+    check_request(found, file)
+    check_stored(found, str(file))
+    return found
+
+
 def write(path: Path, how: Mapping[str, Any]) -> None:
     """Write the request of a run."""
-    file, words = path / REQUEST, json.dumps(how, indent=2) + "\n"
+    file, words = path / REQUEST, (json.dumps(how, indent=2) + "\n").encode()
     if not file.exists():
         _refuse_others(path)
-    elif file.read_text() == words:
-        return
+    else:
+        with open_regular(file) as held:
+            if held.read(len(words) + 1) == words:
+                return
     with replacing(file) as partial:
-        partial.write_text(words)
+        partial.write_bytes(words)
 
 
 def load_inputs(how: Mapping[str, Any], home: Path, device: str | None = None, *, trust: bool = False) -> Inputs:

@@ -32,8 +32,12 @@ class Entries(dict[str, Any]):
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading; raise MismatchError for a device, a pipe or a directory, without waiting."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(handle, "rb", buffering=0, closefd=True) as file:
+    try:
         check_regular(path, os.fstat(handle))
+    except BaseException:
+        os.close(handle)
+        raise
+    with os.fdopen(handle, "rb", buffering=0, closefd=True) as file:
         yield file
 
 

@@ -142,6 +142,23 @@ def check_source(how: Mapping[str, Mapping[str, Any]], home: Path | str) -> Path
     return Path(asked["dataset"])
 
 
+def check_stored(how: Mapping[str, Mapping[str, Any]], name: str) -> None:
+    """Raise MismatchError if a record has settings of the input or of scoring that `from_config` does not write.
+
+    Args:
+        how: The record.
+        name: What has it, for the message.
+    """
+    known = {"input": (*_KEYS["input"], *_OF_TASK, "resolved"), "score": _KEYS["score"]}
+    for section, keys in known.items():
+        for key in how.get(section) or {}:
+            if key not in keys:
+                raise MismatchError(
+                    f"{name} has {_unknown(key, keys, section)} It was edited, or written by another version of "
+                    "eigentrace: restore it, or start again in another directory."
+                )
+
+
 def _check_of(how: Mapping[str, Any], home: Path | str | None, whole: bool = False) -> Check | None:
     """Return the function that compares a dataset with what the run at `home` scored; None without a run."""
     if home is None or not Folder(home).exists:
@@ -151,6 +168,7 @@ def _check_of(how: Mapping[str, Any], home: Path | str | None, whole: bool = Fal
 
 def _settled(how: Mapping[str, Mapping[str, Any]], home: Path | str | None) -> dict[str, Any]:
     """Return the input settings, with every path as it can be found now."""
+    check_stored(how, "The request of the run")
     asked = dict(how["input"])
     resolved = dict(asked.pop("resolved", {}))
     _check_input(asked)

@@ -19,7 +19,7 @@ from eigentrace.disk.tensor_file import TensorFile, check_recorded
 from eigentrace.disk.tensors import write_tensors
 from eigentrace.errors import InputError, MismatchError, StorageError
 from eigentrace.numeric.hashing import hash_file
-from eigentrace.store.entries import check_entries
+from eigentrace.store.entries import check_entries, check_request
 from eigentrace.store.shards import RECORD, SHARDS, Record
 from eigentrace.store.user_columns import ColumnsFile, checksums_of, same_columns
 
@@ -84,7 +84,10 @@ class Folder:
             found = read_json(self.request_file)
         except (OSError, ValueError):
             return None
-        return found if _is_request(found) else None
+        if not _is_request(found):
+            return None
+        check_request(found, self.request_file)
+        return found
 
     def refuse_foreign(self) -> None:
         """Raise InputError if the directory contains no run but unrelated files; nothing is changed."""
