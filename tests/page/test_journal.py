@@ -66,7 +66,7 @@ def test_what_changed_is_counted(tmp_path):
     journal.close()
 
 
-@pytest.mark.parametrize("torn", [b'{"time": "2026', b"\x00" * 40, b'{"undo": true}', b"}{\n", b"\xff\n"])
+@pytest.mark.parametrize("torn", [b'{"time": "2026', b"\x00" * 40, b'{"undo": true}', b"\xff"])
 def test_a_last_line_that_was_torn_off_is_ignored_and_removed(tmp_path, torn):
     journal = opened(tmp_path)
     journal.decide(np.array([7]), "drop")
@@ -104,6 +104,25 @@ def test_damage_in_the_middle_is_told(tmp_path):
     for bad in (b"{broken\n", b'{"undo": true}\n', b'{"rows": [99999], "decision": "drop", "time": "", "count": 1}\n'):
         journal.path.write_bytes(lines[0] + bad + lines[2])
         with refused(MismatchError, "Line 2", journal.path):
+            opened(tmp_path)
+
+
+def test_damage_in_the_last_line_is_told_and_not_removed(tmp_path):
+    journal = opened(tmp_path)
+    for row in (1, 2):
+        journal.decide(np.array([row]), "drop")
+    journal.close()
+    whole = journal.path.read_bytes()
+    start = whole.rindex(b"\n", 0, -1) + 1
+    for at in range(start, len(whole) - 1):
+        bad = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+        journal.path.write_bytes(bad)
+        with refused(MismatchError, "Line 3", journal.path):
+            opened(tmp_path)
+        assert journal.path.read_bytes() == bad
+    for more in (b"}{\n", b"\xff\n"):
+        journal.path.write_bytes(whole + more)
+        with refused(MismatchError, "Line 4", journal.path):
             opened(tmp_path)
 
 

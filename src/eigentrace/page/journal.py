@@ -246,7 +246,8 @@ class Journal:
         end = 0
         for number, line in enumerate(lines):
             try:
-                if number + 1 == len(lines) and not _is_json(line):
+                # Only a line without its end was torn off while it was written; any other was acknowledged.
+                if number + 1 == len(lines) and not line.endswith(b"\n"):
                     break
                 if len(line) > _LINE + self.num_rows // 4:
                     raise ValueError(f"it has {len(line):,} bytes")
@@ -290,15 +291,6 @@ class Journal:
         self._codes[rows] = 0 if act.decision == CLEAR else WORDS.index(act.decision)
         self._version += 1
         self._labels[rows] = -1 if act.new_label is None else act.new_label
-
-
-def _is_json(line: bytes) -> bool:
-    """Return whether a line was written whole."""
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return line.endswith(b"\n")
 
 
 def _sum_of(line: dict[str, Any]) -> str:
