@@ -124,6 +124,15 @@ def _late_data():
     return x, y
 
 
+@pytest.mark.parametrize("method", [et.Loss(), et.MeanLoss([network().state_dict()])])
+def test_scores_that_are_losses_are_checked_too(method):
+    x, y = _late_data()
+    late = et.Data(torch.utils.data.TensorDataset(x, y), batch_size=32)
+    fitted = method.fit(et.Task(network(), LateMixture()), late.take(range(128)))
+    with refused(TaskError, 224, 255):
+        fitted.self_influence(late)
+
+
 def test_the_curvature_sample_is_checked_too():
     x, y = _late_data()
     late = et.Data(torch.utils.data.TensorDataset(x, y), batch_size=32)

@@ -21,6 +21,7 @@ from eigentrace.projection.engine import Compute
 from eigentrace.settings import check_counts, settings_of, settings_repr
 from eigentrace.task.checkpoints import Checkpoint, Source, find_checkpoints
 from eigentrace.task.checks import check_losses, name_loader, note_batch
+from eigentrace.task.company import CompanyCheck
 from eigentrace.task.task import Task
 
 Change = Callable[[Any, np.ndarray], Any]
@@ -37,6 +38,7 @@ def losses_of(task: Task, data: Data, change: Change | None = None, first: int =
         first: Row of the first example, if `data` is part of a larger dataset; passed to `change`.
     """
     losses = torch.empty(len(data), dtype=torch.float64, device="cpu")
+    in_company = CompanyCheck(task, task.losses)
     for batch in track(data.batches(), "Losses", len(data), len):
         placed = task.place(batch.values)
         placed = placed if change is None else change(placed, batch.rows + first)
@@ -47,6 +49,7 @@ def losses_of(task: Task, data: Data, change: Change | None = None, first: int =
             name_loader(error, data, batch.values)
             raise
         check_losses(found, batch.rows, task=task, batch=placed)
+        in_company(placed, batch.rows, found)
         losses[batch.rows] = found.to(losses)
     return losses
 
