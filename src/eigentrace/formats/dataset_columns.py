@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -42,7 +43,7 @@ def class_labels(records: Records, column: str, label2id: Mapping[str, int], num
     """
     records.refuse_nulls(column)
     kind = records.schema.field(column).type
-    names = _class_names(records.schema, column)
+    names = _class_names(records, column)
     if is_text(kind):
         return np.concatenate(
             [_by_name(records, column, label2id, num_labels, *chunk) for chunk in records.chunks(column)]
@@ -122,13 +123,25 @@ def _refuse_two_numberings(column: str, label2id: Mapping[str, int]) -> None:
         )
 
 
-def _class_names(schema: pa.Schema, column: str) -> list[str] | None:
+def _class_names(records: Records, column: str) -> list[str] | None:
     """Return the class names that the `datasets` package stored for a column of class numbers, or None."""
-    stored = (schema.metadata or {}).get(b"huggingface")
+    stored = (records.schema.metadata or {}).get(b"huggingface")
     if stored is None:
         return None
-    feature = json.loads(stored).get("info", {}).get("features", {}).get(column, {})
-    return feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
+    try:
+        feature = json.loads(stored)["info"]["features"].get(column, {})
+        is_class = isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+        names: Any = feature.get("names") if is_class else []
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("class names must be text")
+        return names or None
+    except KeyError:
+        return None
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(
+            f"The features that `datasets` stored in {records.name} are damaged ({error}), so the names of its classes "
+            "are unknown. Save the dataset again."
+        ) from None
 
 
 def read_ids(records: Records, column: str | None) -> np.ndarray | pa.Array | None:

@@ -1,13 +1,14 @@
 """Search for the files of a dataset, and detection of their format."""
 
-import json
 import re
 from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from eigentrace.disk.bounded import read_json
 from eigentrace.errors import InputError
+from eigentrace.settings import short
 
 Format = Literal["csv", "tsv", "jsonl", "parquet", "arrow"]
 
@@ -69,6 +70,11 @@ def find_files(dataset: Path | str, split: str | None = None) -> Files:
 def _in_folder(folder: Path, split: str | None) -> Files:
     if (folder / "dataset_dict.json").is_file():
         splits = _json(folder / "dataset_dict.json").get("splits", [])
+        if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
+            raise InputError(
+                f"{folder / 'dataset_dict.json'} is damaged: splits must be a list of names, got {short(splits)}. Save "
+                "the dataset again."
+            )
         if split is None or split not in splits:
             wanted = "Choose one with split" if split is None else f"There is no split {split!r}"
             raise InputError(f"{folder} contains several splits: {', '.join(splits)}. {wanted}.")
@@ -93,12 +99,25 @@ def _saved(folder: Path) -> Files:
             f"{folder} contains an index of selected rows, as written by old releases of `datasets`. Load it with "
             "datasets.load_from_disk and save it again."
         )
-    paths = tuple(folder / file["filename"] for file in state.get("_data_files", []))
+    paths = tuple(folder / name for name in _data_files(folder, state.get("_data_files", [])))
     missing = [path for path in paths if not path.is_file()]
     if missing or not paths:
         lost = f"lacks {missing[0].name}" if missing else "names no _data_files in its state.json"
         raise InputError(f"{folder} {lost}. Save the dataset again.")
     return Files("arrow", paths, folder)
+
+
+def _data_files(folder: Path, listed: Any) -> list[str]:
+    """Return the names of the data files that the state.json of a saved dataset lists."""
+    entries = listed if isinstance(listed, list) else [listed]
+    names: list[Any] = [entry.get("filename") if isinstance(entry, dict) else entry for entry in entries]
+    wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if wrong:
+        raise InputError(
+            f"{folder / 'state.json'} is damaged: _data_files must list files of the folder, got {short(wrong[0])}. "
+            "Save the dataset again."
+        )
+    return names
 
 
 def _of_split(folder: Path, found: tuple[Path, ...], split: str | None) -> tuple[Path, ...]:
@@ -138,6 +157,11 @@ def _one_format(paths: tuple[Path, ...]) -> Format:
 
 def _json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = read_json(path)
+    except (ValueError, OSError) as error:
         raise InputError(f"{path} is damaged: {error}. Save the dataset again.") from None
+    if not isinstance(found, dict):
+        raise InputError(
+            f"{path} is damaged: it must contain a JSON object, got {short(found)}. Save the dataset again."
+        )
+    return found

@@ -13,6 +13,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from eigentrace.errors import DataError, InputError
+from eigentrace.formats.damage import check_values, damaged, read_stream, reading
 from eigentrace.formats.files import BLOCK, Files
 from eigentrace.formats.quoting import check_closed, parsing
 
@@ -32,32 +33,47 @@ class _Pieces(Protocol):
 
 
 class _Held:
-    """The batches of an Arrow table, in memory or memory-mapped."""
+    """The batches of Arrow tables, in memory or memory-mapped; columns of a batch are checked when first read.
 
-    def __init__(self, table: pa.Table) -> None:
-        self.schema = table.schema
-        self._batches = table.to_batches()
+    Args:
+        tables: Tables with the same columns, and the file that each was read from.
+    """
+
+    def __init__(self, tables: Sequence[tuple[pa.Table, Path | str]]) -> None:
+        self.schema = tables[0][0].schema
+        batches = [(batch, path) for table, path in tables for batch in table.to_batches()]
+        self._batches, self._paths = [batch for batch, _ in batches], [path for _, path in batches]
+        self._checked: set[tuple[int, str]] = set()
         self.sizes = [batch.num_rows for batch in self._batches]
 
     def get(self, number: int, names: tuple[str, ...]) -> pa.Table:
+        for name in names:
+            self._column(number, name)
         return pa.Table.from_batches([self._batches[number]]).select(list(names))
 
     def may_have_nulls(self, number: int, column: str) -> bool:
-        return self._batches[number].column(column).null_count > 0
+        return self._column(number, column).null_count > 0
+
+    def _column(self, number: int, name: str) -> pa.Array:
+        values = self._batches[number].column(name)
+        if (number, name) not in self._checked:
+            check_values(values, name, self._paths[number])
+            self._checked.add((number, name))
+        return values
 
 
 class _RowGroups:
     """The row groups of Parquet files, each read when one of its rows is accessed."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self.schema = pq.ParquetFile(paths[0]).schema_arrow
+        self.schema = _opened(paths[0]).schema_arrow
         self.sizes: list[int] = []
         self._places: list[tuple[Path, int]] = []
         self._open: tuple[Path, pq.ParquetFile] | None = None
         self._groups: dict[tuple[int, tuple[str, ...]], pa.Table] = {}
         self._lock = Lock()
         for path in paths:
-            with pq.ParquetFile(path) as file:
+            with reading(path), _opened(path) as file:
                 _check_same(self.schema, file.schema_arrow, paths[0], path)
                 groups = range(file.metadata.num_row_groups)
                 self.sizes += [file.metadata.row_group(group).num_rows for group in groups]
@@ -79,24 +95,49 @@ class _RowGroups:
         key = (number, names)
         table = self._groups.pop(key, None)
         if table is None:
-            path, group = self._places[number]
-            table = without_views(self._file(path).read_row_group(group, columns=list(names)).select(list(names)))
+            table = self._read_group(number, names)
         self._groups[key] = table  # most recently used last
         while len(self._groups) > _HELD_GROUPS:
             del self._groups[next(iter(self._groups))]
         return table
 
+    def _read_group(self, number: int, names: tuple[str, ...]) -> pa.Table:
+        path, group = self._places[number]
+        with reading(path):
+            try:
+                table = self._file(path).read_row_group(group, columns=list(names)).select(list(names))
+            except (pa.ArrowException, ValueError) as error:
+                raise damaged(path, error) from None
+        for name in names:
+            check_values(table.column(name), name, path)
+        if len(table) != self.sizes[number]:
+            raise damaged(path, f"row group {group} has {len(table):,} rows, expected {self.sizes[number]:,}")
+        return without_views(table)
+
     def may_have_nulls(self, number: int, column: str) -> bool:
         path, group = self._places[number]
-        about = self._file(path).metadata.row_group(group)
-        leaves = [about.column(leaf) for leaf in range(about.num_columns)]
-        counts = [leaf.statistics.null_count for leaf in leaves if leaf.path_in_schema == column and leaf.statistics]
+        with reading(path):
+            metadata = self._file(path).metadata
+            about, schema, counts = metadata.row_group(group), metadata.schema, []
+            for at in range(about.num_columns):
+                if schema.column(at).path == column:
+                    leaf = about.column(at)
+                    # pyarrow ends the process when it reads statistics of another type than that of the column.
+                    if leaf.physical_type != schema.column(at).physical_type:
+                        raise damaged(path, f"column {column!r} has two types in row group {group}")
+                    counts += [leaf.statistics.null_count] if leaf.statistics else []
         return counts != [0]
 
     def _file(self, path: Path) -> pq.ParquetFile:
         if self._open is None or self._open[0] != path:
-            self._open = (path, pq.ParquetFile(path, memory_map=True))
+            self._open = (path, _opened(path, memory_map=True))
         return self._open[1]
+
+
+def _opened(path: Path, **options: Any) -> pq.ParquetFile:
+    """Open a Parquet file, with its page checksums verified if it has any."""
+    with reading(path):
+        return pq.ParquetFile(path, page_checksum_verification=True, **options)
 
 
 class Records:
@@ -184,12 +225,20 @@ def without_views(table: pa.Table) -> pa.Table:
     return table
 
 
+def _without_views_of(table: pa.Table, path: Path) -> pa.Table:
+    """Convert the views of a file as `without_views` does, after a check of their values."""
+    for field in table.schema:
+        if field.type in _PLAIN:
+            check_values(table.column(field.name), field.name, path)
+    return without_views(table)
+
+
 _PLAIN = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 
 def held_records(columns: Mapping[str, Any], name: str) -> Records:
     """Return records of columns in memory."""
-    return Records(_Held(pa.table(dict(columns))), name)
+    return Records(_Held([(pa.table(dict(columns)), name)]), name)
 
 
 def open_records(files: Files, as_text: Sequence[str] = ()) -> Records:
@@ -202,11 +251,13 @@ def open_records(files: Files, as_text: Sequence[str] = ()) -> Records:
     name = str(files.source)
     try:
         if files.format == "parquet":
-            return Records(_RowGroups(files.paths), name)
-        tables = [_read(path, files.format, as_text) for path in files.paths]
-        for path, table in zip(files.paths, tables, strict=True):
-            _check_same(tables[0].schema, table.schema, files.paths[0], path)
-        return Records(_Held(without_views(pa.concat_tables(tables))), name)
+            return _records(_RowGroups(files.paths), name)
+        tables = []
+        for path in files.paths:
+            with reading(path):
+                tables.append((_without_views_of(_read(path, files.format, as_text), path), path))
+                _check_same(tables[0][0].schema, tables[-1][0].schema, files.paths[0], path)
+        return _records(_Held(tables), name)
     except pa.ArrowException as error:
         if files.format == "csv" and "straddling" in str(
             error
@@ -214,6 +265,11 @@ def open_records(files: Files, as_text: Sequence[str] = ()) -> Records:
             for path in files.paths:
                 check_closed(path)
         raise DataError(f"{name} cannot be read as {files.format}: {error}{_hint(files, str(error))}") from None
+
+
+def _records(pieces: _Pieces, name: str) -> Records:
+    with reading(name):  # names of columns may not be UTF-8
+        return Records(pieces, name)
 
 
 def _hint(files: Files, error: str) -> str:
@@ -258,7 +314,7 @@ def _has_lone_return(path: Path) -> bool:
 
 def _read(path: Path, kind: str, as_text: Sequence[str]) -> pa.Table:
     if kind == "arrow":
-        return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+        return read_stream(path)
     if kind == "jsonl":
         return _read_json(path, as_text)
     convert = pa.csv.ConvertOptions(column_types=dict.fromkeys(as_text, pa.string()))

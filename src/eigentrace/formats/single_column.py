@@ -8,6 +8,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from eigentrace.errors import DataError
+from eigentrace.formats.damage import check_values, read_stream
 from eigentrace.formats.files import BLOCK, Files
 from eigentrace.formats.quoting import check_closed, parsing
 
@@ -24,8 +25,8 @@ def single_column(files: Files, name: str, delimiter: str | None = None) -> pa.C
         delimiter: The delimiter of CSV fields; detected from the header if not given.
     """
     try:
-        parts = [_column(path, files.format, name, delimiter) for path in files.paths]
-    except (pa.ArrowException, OSError) as error:
+        parts = [_checked_column(path, files.format, name, delimiter) for path in files.paths]
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"Column {name!r} of {files.source} cannot be read ({error}). Check the file.") from None
     chunks = [chunk for part in parts if part is not None for chunk in part.chunks]
     if not chunks or any(part is None for part in parts):
@@ -33,15 +34,20 @@ def single_column(files: Files, name: str, delimiter: str | None = None) -> pa.C
     return pa.chunked_array([chunk.cast(chunks[0].type) for chunk in chunks])
 
 
+def _checked_column(path: Path, kind: str, name: str, delimiter: str | None) -> pa.ChunkedArray | None:
+    found = _column(path, kind, name, delimiter)
+    if found is not None:
+        check_values(found, name, path)
+    return found
+
+
 def _column(path: Path, kind: str, name: str, delimiter: str | None) -> pa.ChunkedArray | None:
     if kind == "parquet":
         with pq.ParquetFile(path) as file:
             return file.read([name]).column(0) if name in file.schema_arrow.names else None
     if kind == "arrow":
-        with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
-            if name not in stream.schema.names:
-                return None
-            return pa.chunked_array([batch.column(name) for batch in stream], stream.schema.field(name).type)
+        table = read_stream(path)
+        return table.column(name) if name in table.column_names else None
     return _of_json(path, name) if kind == "jsonl" else _of_csv(path, kind, name, delimiter)
 
 
