@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from eigentrace.disk.bounded import read_json
@@ -30,6 +31,7 @@ _ENDINGS = {
 }
 # Lengths from here on mean no limit: tokenizers without one have a number like 10^30.
 _NO_LIMIT = 10**6
+_MOST_CLASSES = 2**31
 _ADAPTER = "adapter_config.json"
 # Entries of config.json that choose the code of attention. transformers downloads and runs the code of any other
 # value, also of flash_attention_2 if the package is not installed, which cannot compute in float32 anyway.
@@ -102,8 +104,9 @@ def load_model(folder: Path, task: str) -> nn.Module:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # damaged files raise errors of many packages
         raise InputError(_load_failure(folder, task, error)) from error
+    _check_classes(folder, model.config)
     missing = sorted(report["missing_keys"])
     if missing:
         raise TaskError(
@@ -166,7 +169,41 @@ def _load_failure(folder: Path, task: str, error: Exception) -> str:
             f"{what}: it is a model of type {kind!r}{saved}, which transformers has no {_CLASSES[task]} for. {advice}, "
             "or create the task in a function (package.module:function)."
         )
-    return f"{what}: {short(str(error), 300)}"
+    return f"{what}: {_cause(folder, error)}"
+
+
+def _cause(folder: Path, error: Exception) -> str:
+    """Return what an error of `transformers` says, and which file of the folder is damaged, if any."""
+    said = f"{type(error).__name__}: {short(str(error), 300)}"
+    bad = [
+        path.name for path in (*sorted(folder.glob("*.json")), *sorted(folder.glob("*.safetensors"))) if _is_bad(path)
+    ]
+    return f"{bad[0]} is damaged ({said}). Restore it from a copy, or save the model again." if bad else said
+
+
+def _is_bad(path: Path) -> bool:
+    """Return whether a file has no JSON object, or no tensors."""
+    try:
+        if path.suffix == ".json":
+            return not isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+        with safe_open(path, "pt") as file:
+            file.keys()
+        return False
+    except (OSError, ValueError, RecursionError, SafetensorError):
+        return True
+
+
+def _check_classes(folder: Path, config: Any) -> None:
+    """Raise InputError unless the class names of a model's configuration are numbered."""
+    found = getattr(config, "label2id", None)
+    numbered = isinstance(found, dict) and all(
+        isinstance(name, str) and type(number) is int and 0 <= number < _MOST_CLASSES for name, number in found.items()
+    )
+    if found is not None and not numbered:
+        raise InputError(
+            f"{folder / 'config.json'}: label2id must map class names to numbers, got {short(found)}. Correct it, or "
+            "save the model again."
+        )
 
 
 def _recorded_kind(folder: Path) -> tuple[str | None, list[str]]:
@@ -186,9 +223,10 @@ def load_tokenizer(folder: Path, model: nn.Module) -> Any:
     loader = _transformers().AutoTokenizer
     try:
         tokenizer = loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, TypeError, KeyError) as error:
+    except Exception as error:  # damaged files raise errors of many packages
         raise InputError(
-            f"The tokenizer in {folder} cannot be loaded: {error} | Pass the folder of the tokenizer with tokenizer."
+            f"The tokenizer in {folder} cannot be loaded: {_cause(folder, error)} | Pass the folder of the "
+            "tokenizer with tokenizer."
         ) from error
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -238,10 +276,10 @@ def load_image_processor(folder: Path) -> Any:
         return transformers.AutoImageProcessor.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, **plain
         )
-    except (OSError, ValueError, ImportError, TypeError, KeyError) as error:
+    except Exception as error:  # damaged files raise errors of many packages
         raise InputError(
-            f"The image processor in {folder} cannot be loaded: {error} | Prepare the images in a function "
-            "(package.module:function)."
+            f"The image processor in {folder} cannot be loaded: {_cause(folder, error)} | Prepare the images in a "
+            "function (package.module:function)."
         ) from error
 
 

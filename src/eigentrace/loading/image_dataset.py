@@ -158,6 +158,8 @@ def preparation(folder: Path) -> Prepare:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{path} is damaged: {error}. Save the image processor again.") from None
+    if not isinstance(settings, dict):
+        raise InputError(f"{path} is damaged: it must contain a JSON object. Save the image processor again.")
     if _is_plain(settings):
         return Plain(settings)
     return Processed(load_image_processor(folder))
