@@ -2,7 +2,7 @@
 
 import os
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from eigentrace.disk.blocks import Blocks, VerifiedFile, damaged, sums_of, verify_whole
 from eigentrace.disk.bounded import open_regular
 from eigentrace.errors import EigentraceError, InputError, StorageError
+from eigentrace.settings import short
 from eigentrace.store.columns import ID, TAKEN
 
 
@@ -29,7 +30,7 @@ def as_columns(columns: Any, ids: Sequence[Any] | None, rows: int) -> pa.Table |
         raise InputError(f"Column names must be unique, but {twice[0]!r} is used more than once.")
     if ids is not None and ID in table.column_names:
         raise InputError(f"The data has ids, and the columns contain {ID!r} too. Pass only one of them.")
-    named = {} if ids is None else {ID: _array(ids, ID)}
+    named = {} if ids is None else {ID: _ids(ids)}
     wrong = [name for name, values in (named | _by_name(table)).items() if len(values) != rows]
     if wrong:
         size = len((named | _by_name(table))[wrong[0]])
@@ -57,13 +58,55 @@ def _table(columns: Any) -> pa.Table:
     return pa.table(arrays)
 
 
+def _ids(ids: Any) -> Any:
+    """Return ids as an Arrow array; raise InputError with the first one that a CSV file cannot contain."""
+    values = _array(ids, ID)
+    kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        wrong = next((row for row, value in enumerate(values) if not _is_text(value.as_py())), None)
+    elif pa.types.is_nested(kind):
+        wrong = pc.index(pc.is_valid(values), True).as_py()
+    else:
+        wrong = None
+    if wrong is not None:
+        raise InputError(
+            f"Ids must be numbers or text, but that of row {wrong} is {short(values[wrong].as_py())} (type {kind}). "
+            "Pass text, such as str(id)."
+        )
+    return values
+
+
+def _is_text(value: bytes | None) -> bool:
+    try:
+        return value is None or bool(value.decode("utf-8") or True)
+    except UnicodeDecodeError:
+        return False
+
+
 def _array(values: Any, name: Any) -> Any:
     if isinstance(values, pa.Array | pa.ChunkedArray):
         return values
     try:
         return pa.array(values if isinstance(values, list) else np.asarray(values))
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, ValueError) as error:
-        raise InputError(f"Column {name!r} cannot be stored: {error}. Pass numbers or strings.") from None
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        raise InputError(
+            f"Column {name!r} cannot be stored: {error}.{_first_wrong(values)} Pass numbers of at most 64 "
+            "bits, or strings."
+        ) from None
+
+
+def _first_wrong(values: Any) -> str:
+    """Return, as a sentence, the first value that cannot be stored, or not in one column with those before it."""
+    kind = None
+    for row, value in enumerate(values if isinstance(values, Iterable) else ()):
+        try:
+            found = pa.scalar(value).type
+        except (pa.ArrowException, ValueError, TypeError, OverflowError):
+            return f" Row {row} is {short(value)}."
+        if kind not in (None, found) and value is not None:
+            return f" Row {row} is {short(value)} ({found}), after values of {kind}."
+        kind = kind if value is None else found
+    return ""
 
 
 def same_columns(held: pa.Table, asked: pa.Table) -> bool:
