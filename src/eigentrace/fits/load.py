@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eigentrace.disk.manifest import read_manifest
+from eigentrace.disk.manifest import MANIFEST, read_manifest
 from eigentrace.disk.tensors import read_tensors
 from eigentrace.errors import EigentraceError, InputError, MismatchError
 from eigentrace.fits.cut import Cut
@@ -14,9 +14,22 @@ from eigentrace.fits.file_names import member_folder, state_file
 from eigentrace.fits.fitted import Fitted
 from eigentrace.fits.on_disk import read_block, read_coordinates, read_eigenpairs, read_moments
 from eigentrace.fits.projected_fit import DirectionsFit, ProjectedFit
+from eigentrace.settings import short
 from eigentrace.task.checkpoints import Checkpoint
 from eigentrace.task.identity import LossFingerprint
 from eigentrace.task.task import Task
+
+# Types of the entries of the manifest of a fit, of its method, blocks and cut.
+_TYPES = {"method": dict, "num_train": int, "has_curvature": bool, "double": bool}
+_METHOD_TYPES: dict[str, Any] = {
+    "name": str,
+    "agreement": dict | None,
+    "basis": dict | None,
+    "sample": int | None,
+    "seed": int | None,
+}
+_BLOCK_TYPES = {"identity": int | float, "state": bool}
+_CUT_TYPES: dict[str, Any] = {"positive_only": bool, "stored": bool, "is_complete": bool, "coordinates": int | None}
 
 
 def load(path: str | Path, task: Task | Sequence[Task]) -> Fitted:
@@ -62,6 +75,7 @@ def _load_directions(path: str | Path, task: Any) -> ProjectedFit:
         raise InputError(f"load takes the Task that the fit was made with, got {type(task).__name__}.")
     path = Path(path)
     manifest = read_manifest(path, "fit")
+    _check_types(path, manifest)
     try:
         if manifest["double"]:
             task = task.double()
@@ -76,6 +90,29 @@ def _load_directions(path: str | Path, task: Any) -> ProjectedFit:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise MismatchError(f"{path} is incomplete or was edited ({error!r}). Save the fit again.") from None
+
+
+def _check_types(path: Path, manifest: dict[str, Any]) -> None:
+    """Raise MismatchError if an entry of the manifest of a fit has another type than `save` writes."""
+    method = manifest["method"] if isinstance(manifest["method"], dict) else {}
+    checked: list[tuple[str, Any, Any]] = [(name, manifest[name], kind) for name, kind in _TYPES.items()]
+    checked += [("trial", manifest.get("trial"), dict | None)]  # fits of earlier versions have none
+    checked += [(f"method.{name}", method.get(name), kind) for name, kind in _METHOD_TYPES.items()]
+    blocks = manifest.get("blocks", [])
+    checked += [("blocks", blocks, list)]
+    for number, block in enumerate(blocks if isinstance(blocks, list) else ()):
+        entries = block if isinstance(block, dict) else {}
+        checked += [(f"blocks[{number}].{name}", entries.get(name), kind) for name, kind in _BLOCK_TYPES.items()]
+    if "cut" in manifest:
+        cut = manifest["cut"] if isinstance(manifest["cut"], dict) else {}
+        checked += [("cut", manifest["cut"], dict), ("num_products", manifest["num_products"], int)]
+        checked += [(f"cut.{name}", cut[name], kind) for name, kind in _CUT_TYPES.items() if name in cut]
+    for name, value, kind in checked:
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise MismatchError(
+                f"{path / MANIFEST} is damaged or was edited: {name} is {short(value)}, which is not what `save` "
+                "writes. Restore it, or save the fit again."
+            )
 
 
 def _assemble(path: Path, manifest: dict[str, Any], task: Task) -> ProjectedFit:

@@ -39,6 +39,15 @@ SECONDS_BETWEEN_SAVES = 1.0
 _PIECE = 1 << 22
 # Losses of the same examples and model agree within this share of the largest, in bfloat16 too.
 _LOSS_TOL = 1e-2
+# Types of the entries of an identity that a basis is restored from.
+_BASIS_TYPES: dict[str, Any] = {
+    "basis dtype": str | None,
+    "basis place": str | None,
+    "basis max_vectors": int | None,
+    "basis restart_keep": int | None,
+}
+# Larger numbers are no losses.
+_MOST = 1e300
 _STATE = "state.safetensors"
 _VECTORS = "vectors-{}.bin"
 _RESULT = "result-{}.safetensors"
@@ -72,7 +81,7 @@ class SavedIteration:
 
     def chosen(self, name: str, otherwise: Any) -> Any:
         """Return a choice recorded by `begin`, or `otherwise` if the iteration is new."""
-        return read_manifest(self.path, KIND)["chosen"][name] if (self.path / MANIFEST).exists() else otherwise
+        return _read(self.path)["chosen"][name] if (self.path / MANIFEST).exists() else otherwise
 
     def is_finished(self) -> bool:
         """Return whether the saved iteration is finished, so that no product is left to compute."""
@@ -211,8 +220,8 @@ def opened(
 def begun_with(path: str | Path) -> dict[str, Any]:
     """Return the identity of the iteration in a directory; empty if it contains none that can be read."""
     try:
-        return read_manifest(Path(path), KIND)["identity"]
-    except (MismatchError, TypeError):  # `opened` reports what is wrong
+        return _read(Path(path))["identity"]
+    except MismatchError:  # `opened` reports what is wrong
         return {}
 
 
@@ -241,7 +250,7 @@ def _check(path: Path, identity: Mapping[str, Any]) -> None:
     if path.is_dir() and all(item.name == "lock" or item.name.startswith(".") for item in path.iterdir()):
         return
     try:
-        there = read_manifest(path, KIND)["identity"]
+        there = _read(path)["identity"]
     except MismatchError as error:
         if not (path / _STATE).exists():
             raise
@@ -258,9 +267,41 @@ def _check(path: Path, identity: Mapping[str, Any]) -> None:
         )
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """Read the manifest of an iteration; raise MismatchError if an entry has another type than `begin` writes."""
+    manifest = read_manifest(path, KIND)
+    for name in ("identity", "chosen"):
+        if not isinstance(manifest[name], dict):
+            raise _wrong_entry(path, name, manifest[name], "an object")
+    identity = manifest["identity"]
+    losses = identity.get("losses", [])
+    if not isinstance(losses, list) or not all(map(_is_number, losses)):
+        raise _wrong_entry(path, "identity.losses", losses, "a list of finite numbers")
+    for name, kind in _BASIS_TYPES.items():
+        if not isinstance(identity.get(name), kind) or isinstance(identity.get(name), bool):
+            raise _wrong_entry(path, f"identity.{name}", identity[name], "what Basis takes")
+    compiled = manifest["chosen"].get("compile", False)
+    if not isinstance(compiled, bool):
+        raise _wrong_entry(path, "chosen.compile", compiled, "true or false")
+    return manifest
+
+
+def _wrong_entry(path: Path, name: str, found: Any, expected: str) -> MismatchError:
+    return MismatchError(
+        f"{path / MANIFEST} is damaged or was edited: {name} must be {expected}, got {short(found)}. Restore it, or "
+        f"remove {path} to start the fit again."
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_MOST < value < _MOST
+
+
 def _same(there: Any, here: Any) -> bool:
     """Return whether two identity values are equal: lists of numbers up to rounding, others exactly."""
     if not isinstance(there, list) or not isinstance(here, list) or len(there) != len(here):
+        return there == here
+    if not all(map(_is_number, (*there, *here))):
         return there == here
     size = max(map(abs, there), default=0.0)
     return all(abs(a - b) <= _LOSS_TOL * size for a, b in zip(there, here, strict=True))

@@ -75,11 +75,17 @@ class LossFingerprint:
 
     @staticmethod
     def read(record: dict[str, Any] | None) -> "LossFingerprint | None":
-        """Restore a fingerprint from the output of `record`; fits of earlier versions have none."""
+        """Restore a fingerprint from the output of `record`; fits of earlier versions have none.
+
+        Raises:
+            TypeError, ValueError or OverflowError: If an entry has another type than `record` writes.
+        """
         if record is None:
             return None
         losses = torch.tensor(record["losses"], dtype=torch.float64, device="cpu")
         digests = None if record["digests"] is None else np.array(record["digests"], dtype=np.uint64)
+        if losses.ndim != 1 or (digests is not None and digests.shape != tuple(losses.shape)):
+            raise ValueError(f"trial has {tuple(losses.shape)} losses, and digests of another number")
         return LossFingerprint(str(record["form"]), losses, digests, is_checked=False)
 
     def record(self) -> dict[str, Any]:
