@@ -160,6 +160,8 @@ def _parsed(file: BinaryIO, size: int, path: Path) -> tuple[dict[str, _Place], d
     found = parsed(read_bytes(file, _LENGTH, begin).tobytes().decode(), path)
     metadata = found.pop("__metadata__", {})
     places = {name: _place(entry, begin, size) for name, entry in found.items()}
+    if max((place.stop for place in places.values()), default=begin) != size:
+        raise ValueError(f"its tensors do not end where the file of {size:,} bytes does")
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata is not text")
     return places, dict(metadata), begin

@@ -21,6 +21,7 @@ class Columns:
     """Columns of a run: scores and classes as NumPy arrays, user columns and ids as an Arrow table."""
 
     def __init__(self, reader: RunReader) -> None:
+        reader.check_held()
         self.num_rows, self.num_missing = reader.num_rows, reader.num_missing
         self.numbers = {one.name: _narrow(one, reader.column(one.name, partial=True)) for one in reader.scored}
         self.given: pa.Table = reader.user_table()

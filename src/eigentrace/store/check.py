@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from eigentrace.disk.bounded import check_regular
 from eigentrace.disk.lock import locked
-from eigentrace.errors import EigentraceError, MismatchError, UnsupportedError
+from eigentrace.errors import EigentraceError, MismatchError, StorageError, UnsupportedError
 from eigentrace.numeric.hashing import hash_file
 from eigentrace.settings import counted
 from eigentrace.store import Folder, Shard
@@ -93,7 +93,7 @@ def _look(folder: Folder) -> tuple[tuple[Shard, ...], list[Fault]]:
     good: list[Shard] = []
     for shard in recorded:
         file = folder.record.file(shard)
-        wrong = fault_of(file, shard)
+        wrong = fault_of(file, shard) or _lacking(folder, shard)
         if wrong is None:
             good.append(shard)
         else:
@@ -117,6 +117,15 @@ def _look(folder: Folder) -> tuple[tuple[Shard, ...], list[Fault]]:
     shards = tuple(sorted(good, key=lambda shard: shard.start))
     is_complete = not any(gaps(shards, int(folder.manifest["data"]["rows"])))
     return shards, [*faults, *_lasting(folder), *_table(folder, is_complete)]
+
+
+def _lacking(folder: Folder, shard: Shard) -> str | None:
+    """Describe how an unchanged file differs from what shards.json says of its rows; None if it does not."""
+    try:
+        folder.record.names(shard)
+    except StorageError as error:
+        return f"does not have the listed rows ({error})"
+    return None
 
 
 def _overlaps(shard: Shard, others: list[Shard]) -> bool:

@@ -39,6 +39,8 @@ class RunReader:
 
     def __init__(self, folder: Folder | str | Path) -> None:
         self.folder = folder if isinstance(folder, Folder) else Folder(folder)
+        # Shards whose files were seen to have their rows.
+        self._sized: set[Shard] = set()
 
     @property
     def path(self) -> Path:
@@ -147,17 +149,33 @@ class RunReader:
         column = next((column for column in self.scored if column.name == name), None)
         if column is None and name not in self.user_columns:
             raise InputError(f"The run has no column {name!r}. Its columns are {', '.join(self.columns)}.")
-        if not partial:
+        if partial:
+            self._check_missing()
+        else:
             self.check_complete()
-        elif self.num_missing > max(_MISSING, _TIMES_MISSING * (self.num_rows - self.num_missing)):
-            raise InputError(
-                f"The run at {self.path} has scores of only {self.num_rows - self.num_missing:,} of {self.num_rows:,} "
-                "examples. Resume it with the call or command that created it."
-            )
         if column is None:
             held = self._user_column(name)
             return held.whole() if rows is None else held.of(np.asarray(rows))
         return column.read(self._read(column.stored_as, rows, column.missing))
+
+    def check_held(self) -> None:
+        """Raise an error unless the shards have the run's rows, before memory is reserved for each row."""
+        self._check_missing()
+        self._check_sizes(range(self.num_rows))
+
+    def _check_missing(self) -> None:
+        if self.num_missing > max(_MISSING, _TIMES_MISSING * (self.num_rows - self.num_missing)):
+            raise InputError(
+                f"The run at {self.path} has scores of only {self.num_rows - self.num_missing:,} of {self.num_rows:,} "
+                "examples. Resume it with the call or command that created it."
+            )
+
+    def _check_sizes(self, rows: range) -> None:
+        """Raise StorageError unless the files of these rows' shards have as many rows as shards.json says."""
+        for shard in self.shards:
+            if shard.start < rows.stop and rows.start < shard.stop and shard not in self._sized:
+                self.folder.record.names(shard)
+                self._sized.add(shard)
 
     def digests(self, rows: Rows | None = None) -> np.ndarray | None:  # (N,) or (n,) int64
         """Return the digest of each example, by which exact duplicates are found; None if any example has none."""
@@ -195,6 +213,8 @@ class RunReader:
     def _read(self, tensor: str, rows: Rows | None, missing: float = np.nan) -> np.ndarray:
         """Read all rows of a stored tensor, or the given ones, across shards."""
         wanted: Rows = range(self.num_rows) if rows is None else rows
+        if isinstance(wanted, range):
+            self._check_sizes(wanted)
         shape = (len(wanted),) if isinstance(wanted, range) else wanted.shape
         parts = self._stretches(tensor, wanted) if isinstance(wanted, range) else self._picked(tensor, wanted)
         found: np.ndarray | None = None

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 RECORD, SHARDS = "shards.json", "shards"
 MOST_ROWS = 1 << 36
 """Maximum number of rows of a run; larger numbers in a file are damage."""
+# Maximum size of a shard's file.
+_MOST_BYTES = 1 << 60
 _FORMAT = 1
 # float16 represents magnitudes from 6e-8 to 65,504: each row is scaled so that its largest is in [2**14, 2**15).
 _HALF = 15
@@ -44,7 +46,7 @@ class Shard:
         numbers = (self.start, self.stop, self.bytes)
         if not all(type(number) is int for number in numbers) or not isinstance(self.sha256, str):
             raise ValueError(f"a shard has {str(vars(self))[:200]}")
-        if not (0 <= self.start < self.stop <= MOST_ROWS and self.bytes >= 0):
+        if not (0 <= self.start < self.stop <= MOST_ROWS and 0 <= self.bytes <= _MOST_BYTES):
             raise ValueError(f"a shard has rows {self.start} to {self.stop} and {self.bytes} bytes")
 
     def __len__(self) -> int:
@@ -153,6 +155,9 @@ class Record:
                     f"{name!r} has shape {place.shape} and type {place.dtype}, expected {len(shard):,} rows of numbers"
                 )
                 raise damaged(self.file(shard), what, CHECK_ADVICE)
+        if not any(len(place.shape) == 1 for place in header.places.values()):
+            # Features alone may have no bytes per row, and then any number of rows fits into a file.
+            raise damaged(self.file(shard), "it has no column", CHECK_ADVICE)
         held = tuple(header.metadata.get(name, "") for name in ("start", "stop"))
         if held != (str(shard.start), str(shard.stop)):
             what = f"it has rows {held[0]} to {held[1]}, expected {shard.start} to {shard.stop}"
