@@ -53,6 +53,7 @@ PRIVATE = {
     "_version": "how often a tensor was modified in place",
     "_weight_norm": "torch's fused weight norm, which is written out while a model is differentiated",
     **dict.fromkeys(("_eigentrace", "_eigentrace_number"), "our own marks on tensors that depend on numbers read"),
+    **dict.fromkeys(("_attn_implementation", "_attn_implementation_internal"), "keys in a model folder's config.json"),
     "_replace": "public in named tuples",
     "_fields": "public in named tuples",
     **dict.fromkeys(("_data_files", "_indices_data_files", "_fingerprint", "_type"), "keys in files of `datasets`"),

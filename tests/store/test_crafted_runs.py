@@ -173,11 +173,17 @@ def test_a_claim_of_many_rows_is_compared_with_the_files_before_memory_is_reserv
     assert "intact" not in text
 
 
+def claim_without_columns(manifest, rows):
+    manifest["data"]["rows"] = rows
+    manifest["columns"] = []
+    del manifest["files"]["columns.parquet"]
+
+
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_a_claim_of_many_rows_without_columns(read, run, is_listed):
     """No column is read, so that only the decisions would have a place for every row."""
     rows = 1 << 35
-    edit_manifest(run, lambda manifest: (manifest["data"].update(rows=rows), manifest.update(columns=[])))
+    edit_manifest(run, lambda manifest: claim_without_columns(manifest, rows))
     edit_record(run, lambda shards: shards[-1].update(stop=rows) if is_listed else shards.clear())
     assert read(run).count("refused") >= 2
 
@@ -190,7 +196,7 @@ def test_features_of_no_width_do_not_stand_for_rows(read, run):
     file = run / "shards" / "000000000000.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header)
     entry = {"start": 0, "stop": rows, "bytes": file.stat().st_size, "sha256": hash_file(file)}
-    edit_manifest(run, lambda manifest: (manifest["data"].update(rows=rows), manifest.update(columns=[])))
+    edit_manifest(run, lambda manifest: claim_without_columns(manifest, rows))
     edit_record(run, lambda shards: shards.__setitem__(slice(None), [entry]))
     read(run, "refused", file)
 
