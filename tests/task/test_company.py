@@ -168,3 +168,21 @@ def test_models_that_depend_on_padding_are_warned_about():
         et.TracIn().fit(et.classification(Mean(False)), ragged)
     et.TracIn().fit(et.classification(Mean(True)), ragged)
     et.TracIn().fit(et.classification(Mean(False)), et.Data(examples[:1] * 8, padded, batch_size=4))
+
+
+def left_padded(examples):
+    width = max(map(len, examples))
+    tokens, there = torch.zeros(2, len(examples), width, dtype=torch.long)
+    for row, example in enumerate(examples):
+        tokens[row, width - len(example) :], there[row, width - len(example) :] = example, 1
+    return {"input_ids": tokens, "attention_mask": there, "labels": tokens.masked_fill(there == 0, -100)}
+
+
+def test_padding_is_looked_for_beyond_first_examples_of_one_length():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 30, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 12}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    examples = [torch.randint(1, 30, (length,)) for length in [9] * 24 + [4, 6, 3, 9, 5, 7, 8, 2] * 3]
+    with warned(PrecisionWarning, "row", "padding"):
+        et.TracIn().fit(et.causal_lm(model), et.Data(examples, left_padded, batch_size=8))

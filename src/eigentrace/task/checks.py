@@ -32,6 +32,8 @@ from eigentrace.task.task import Task
 _LOOKED_AT = 8
 # Maximum number of examples of a batch in which losses are compared in other company.
 _COMPARED = 32
+# Number of examples in which shorter ones are looked for.
+_PADDED = 32
 
 
 def check_task(task: Task, data: Data) -> LossFingerprint:
@@ -55,7 +57,7 @@ def check_task(task: Task, data: Data) -> LossFingerprint:
         _check_gradient(task, batch, losses)
         _check_company(task, data, first)
         _check_own_gradient(task, batch)
-        _warn_if_padding_matters(task, data, first, losses)
+        _warn_if_padding_matters(task, data)
     except Exception as error:
         name_loader(error, data, first.values)
         raise
@@ -245,17 +247,23 @@ def _evaluated(task: Task, batch: Batch) -> tuple[Any, np.ndarray, Tensor]:
     return values, batch.rows, losses
 
 
-def _warn_if_padding_matters(task: Task, data: Data, first: Batch, losses: Tensor) -> None:
-    """Warn if a loss changes when its example is collated alone, without the padding to the length of others."""
+def _warn_if_padding_matters(task: Task, data: Data) -> None:
+    """Warn if a loss changes when its example is collated alone, without the padding to the length of others.
+
+    Examples are drawn from all of the data, because the first ones may have one length by chance or by sorting.
+    """
     if not data.can_rebatch:
         return
-    shapes = [tensor.shape[1:] for tensor in tensors_of(first.values)]
-    for at, row in enumerate(first.rows):
+    rows = data.sample(_PADDED, generator_of(0)) if data.is_seekable else np.arange(min(_PADDED, len(data)))
+    together = next(iter(data.rebatched(_PADDED).batches(rows)))
+    shapes = [tensor.shape[1:] for tensor in tensors_of(together.values)]
+    losses, compared = None, 0
+    for at, row in enumerate(together.rows):
         batch = next(iter(data.batches(np.array([row]))))
         if [tensor.shape[1:] for tensor in tensors_of(batch.values)] == shapes:
             continue
-        alone = _evaluated(task, batch)[2]
-        gap = _relative(losses[at : at + 1], alone)
+        losses = _evaluated(task, together)[2] if losses is None else losses
+        gap = _relative(losses[at : at + 1], _evaluated(task, batch)[2])
         if gap > max(SAME_TOL[precision_of(task)], 1e-3):
             warnings.warn(
                 f"The loss of row {row} changes by {gap:.2g} (relative) when its example is collated alone, without "
@@ -265,6 +273,9 @@ def _warn_if_padding_matters(task: Task, data: Data, first: Batch, losses: Tenso
                 PrecisionWarning,
                 stacklevel=5,
             )
+            return
+        compared += 1
+        if compared == _LOOKED_AT:
             return
 
 
