@@ -75,6 +75,23 @@ def test_a_parameter_that_is_not_reached_is_named(kind):
 
 
 @pytest.mark.parametrize("kind", [InList, InClosure, Shared, Hooked])
+def test_a_parameter_that_is_not_reached_is_named_in_copies_of_the_task(kind):
+    model = kind()
+    task = et.classification(model)
+    other = {name: value + 0.1 for name, value in model.state_dict().items()}
+    for copied in (task.double(), task.at(other), task.at(other).double()):
+        with refused(TaskError, "first.weight"):
+            et.TracIn().fit(copied, data())
+
+
+def test_copies_of_a_task_in_the_type_of_their_data():
+    x = torch.randn(24, 4, dtype=torch.float64)
+    doubles = et.Data(torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
+    task = et.classification(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))).double()
+    assert et.TracIn().fit(task, doubles).self_influence(doubles).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [InList, InClosure, Shared, Hooked])
 def test_others_can_be_attributed_to(kind):
     assert fit(kind(), params="last.*").self_influence(data()).isfinite().all()
 

@@ -51,12 +51,15 @@ def check_task(task: Task, data: Data) -> LossFingerprint:
     _check_modules(task)
     batch = task.place(first.values)
     try:
+        if not task.is_own:
+            _check_original_gradient(task, first.values)
         losses = _losses_leaving_model_alone(task, batch)
         check_losses(losses, first.rows, task=task, batch=batch)
         _check_repeatable(task, batch, losses)
         _check_gradient(task, batch, losses)
         _check_company(task, data, first)
-        _check_own_gradient(task, batch)
+        if task.is_own:
+            _check_own_gradient(task, batch)
         _warn_if_padding_matters(task, data)
     except Exception as error:
         name_loader(error, data, first.values)
@@ -304,10 +307,19 @@ def _check_gradient(task: Task, batch: Any, losses: Tensor) -> None:
         )
 
 
+def _check_original_gradient(task: Task, values: Any) -> None:
+    """Check the gradient of the model itself for a copy of its task, whose values a list or a closure does not have."""
+    original = task.at_own_values()
+    batch = original.place(values)
+    try:
+        original.losses(original.params, batch)
+    except RuntimeError:  # data in the type of the copy only: nothing to compare with
+        return
+    _check_own_gradient(original, batch)
+
+
 def _check_own_gradient(task: Task, batch: Any) -> None:
     """Raise TaskError if an ordinary backward pass of the model gives other gradients than replaced parameters do."""
-    if not task.is_own:
-        return
     own = dict(task.model.named_parameters())
     params = {name: own[name] for name in task.params}
     frozen = [parameter for parameter in params.values() if not parameter.requires_grad]

@@ -267,6 +267,15 @@ class Task:
         other._weight_sums, other._is_own = None, False  # it has its own copies of all tensors
         return other
 
+    def at_own_values(self) -> "Task":
+        """Return this task at the model's own tensors, if it is a copy with other values or in another type."""
+        other, own = copy.copy(self), dict(self.model.named_parameters())
+        other.params = {name: own[name].detach() for name in self.params}
+        other._fixed = {}
+        other.layout = Layout.of(other.params)
+        other._double, other._is_own = False, True
+        return other
+
     def detached(self) -> dict[str, Tensor]:
         """Return all parameters of this task, with those that are not selected detached."""
         own = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
