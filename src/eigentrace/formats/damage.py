@@ -22,10 +22,10 @@ def reading(path: Path | str) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is damaged or not UTF-8: {error}. Convert it to UTF-8, or create it again.") from None
     except OSError as error:
-        raise damaged(path, error) from None
+        raise damaged_data(path, error) from None
 
 
-def damaged(path: Path | str, what: object) -> InputError:
+def damaged_data(path: Path | str, what: object) -> InputError:
     """Return the error for a data file that is damaged."""
     return InputError(f"{path} is damaged: {what}. Restore it from a copy, or create it again.")
 
@@ -40,7 +40,7 @@ def check_values(values: pa.Array | pa.ChunkedArray, column: str, path: Path | s
                 f"Column {column!r} of {path} contains text that is not UTF-8 ({error}). Convert the file (iconv -f "
                 "latin1 -t utf-8), or create it again."
             ) from None
-        raise damaged(path, f"column {column!r} is not valid ({error})") from None
+        raise damaged_data(path, f"column {column!r} is not valid ({error})") from None
 
 
 def read_stream(path: Path) -> pa.Table:
@@ -54,7 +54,7 @@ def read_stream(path: Path) -> pa.Table:
                 file.seek(max(0, size - len(_STREAM_END)))
                 end = file.read()
         except pa.ArrowException as error:
-            raise damaged(path, error) from None
+            raise damaged_data(path, error) from None
     if rest or end != _STREAM_END:
-        raise damaged(path, f"{rest:,} bytes follow its end" if rest else "it ends before the end of its data")
+        raise damaged_data(path, f"{rest:,} bytes follow its end" if rest else "it ends before the end of its data")
     return table

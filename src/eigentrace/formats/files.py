@@ -99,7 +99,7 @@ def _saved(folder: Path) -> Files:
             f"{folder} contains an index of selected rows, as written by old releases of `datasets`. Load it with "
             "datasets.load_from_disk and save it again."
         )
-    paths = tuple(folder / name for name in _data_files(folder, state.get("_data_files", [])))
+    paths = tuple(folder / name for name in _listed_files(folder, state.get("_data_files", [])))
     missing = [path for path in paths if not path.is_file()]
     if missing or not paths:
         lost = f"lacks {missing[0].name}" if missing else "names no _data_files in its state.json"
@@ -107,7 +107,7 @@ def _saved(folder: Path) -> Files:
     return Files("arrow", paths, folder)
 
 
-def _data_files(folder: Path, listed: Any) -> list[str]:
+def _listed_files(folder: Path, listed: Any) -> list[str]:
     """Return the names of the data files that the state.json of a saved dataset lists."""
     entries = listed if isinstance(listed, list) else [listed]
     names: list[Any] = [entry.get("filename") if isinstance(entry, dict) else entry for entry in entries]

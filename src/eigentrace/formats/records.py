@@ -13,7 +13,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from eigentrace.errors import DataError, InputError
-from eigentrace.formats.damage import check_values, damaged, read_stream, reading
+from eigentrace.formats.damage import check_values, damaged_data, read_stream, reading
 from eigentrace.formats.files import BLOCK, Files
 from eigentrace.formats.quoting import check_closed, parsing
 
@@ -107,11 +107,11 @@ class _RowGroups:
             try:
                 table = self._file(path).read_row_group(group, columns=list(names)).select(list(names))
             except (pa.ArrowException, ValueError) as error:
-                raise damaged(path, error) from None
+                raise damaged_data(path, error) from None
         for name in names:
             check_values(table.column(name), name, path)
         if len(table) != self.sizes[number]:
-            raise damaged(path, f"row group {group} has {len(table):,} rows, expected {self.sizes[number]:,}")
+            raise damaged_data(path, f"row group {group} has {len(table):,} rows, expected {self.sizes[number]:,}")
         return without_views(table)
 
     def may_have_nulls(self, number: int, column: str) -> bool:
@@ -124,7 +124,7 @@ class _RowGroups:
                     leaf = about.column(at)
                     # pyarrow ends the process when it reads statistics of another type than that of the column.
                     if leaf.physical_type != schema.column(at).physical_type:
-                        raise damaged(path, f"column {column!r} has two types in row group {group}")
+                        raise damaged_data(path, f"column {column!r} has two types in row group {group}")
                     counts += [leaf.statistics.null_count] if leaf.statistics else []
         return counts != [0]
 
