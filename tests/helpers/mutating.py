@@ -13,6 +13,8 @@ WEIRD = (
     None, -1, 0, 10**30, 1e308, "", "x", "/dev/zero", "../../etc/passwd", [], {}, [1], {"a": 1}, True, "\0", 3.5,
     [[[[]]]], 2**63, "NaN",
 )  # fmt: skip
+# How the description of a change begins whose checksum fits.
+FORGED = "forged"
 # A reader that takes longer than this many seconds counts as one that does not end.
 LONGEST = 30
 
@@ -57,13 +59,14 @@ def _mutate_json(path, rng):
         owner.pop(keys[-1])
     else:
         owner[keys[-1]] = value
-    if path.name == MANIFEST and isinstance(entries, dict) and rng.random() < 0.8:
+    forged = path.name == MANIFEST and isinstance(entries, dict) and rng.random() < 0.8
+    if forged:
         entries.pop("sha256", None)
         lines[number] = manifest_text(entries)
     else:
         lines[number] = json.dumps(entries)
     path.write_text("\n".join(lines) + "\n")
-    return f"{keys} = {value!r:.30}"
+    return f"{FORGED if forged else 'changed'} {keys} = {value!r:.30}"
 
 
 def _places(value, before=()):
@@ -83,12 +86,12 @@ def outcomes(count, attempt, first=0):
     while seed < first + count:
         lines, status = _child(range(seed, first + count), attempt)
         for line in lines:
-            seed, found = json.loads(line)
+            done, found = json.loads(line)
+            seed = done + 1
             if found is not None:
-                wrong[seed] = found
-        seed += 1
+                wrong[done] = found
         if status:
-            wrong[seed - 1] = f"the process ended with status {status} in or after this seed"
+            wrong[seed] = f"the process ended with status {status}"
             seed += 1
     return wrong
 
