@@ -221,7 +221,7 @@ def begun_with(path: str | Path) -> dict[str, Any]:
     """Return the identity of the iteration in a directory; empty if it contains none that can be read."""
     try:
         return _read(Path(path))["identity"]
-    except MismatchError:  # `opened` reports what is wrong
+    except (MismatchError, TypeError):  # `opened` reports what is wrong
         return {}
 
 
