@@ -60,7 +60,7 @@ function facts(run) {
       : [short(reliability), "reliability: rank agreement of two fits", reliability],
     calibration === null || calibration === undefined
       ? null
-      : [`× ${short(calibration)}`, "nats by the measured curvature, to those shown", calibration],
+      : [`× ${short(calibration)}`, "nats of a converged model, to those shown", calibration],
   ];
   return h(
     "dl",
