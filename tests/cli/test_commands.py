@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from eigentrace.cleaning.decisions import Decisions
+from eigentrace.cli import example_texts
 from tests.helpers import make_folders
 from tests.helpers.expecting import expect_mentions
 from tests.helpers.worked import build, check_cleaned, commands, shape
@@ -130,6 +131,22 @@ def check_texts(place, call, answer):
         assert texts[top["top_rows"][0]] not in out
         expect_mentions(out, ["train.csv", "changed"])
     (place / "train.csv").write_text(kept)
+
+
+def test_texts_of_what_is_large_or_no_file_are_not_read_unasked(tmp_path, monkeypatch):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in "abc":
+        (folder / name).write_bytes(bytes(10))
+    os.mkfifo(tmp_path / "pipe.csv")
+    assert example_texts._is_small(folder)
+    assert example_texts._is_small(folder / "a")
+    assert not example_texts._is_small(tmp_path / "pipe.csv")
+    monkeypatch.setattr(example_texts, "_MOST_BYTES", 29)
+    assert not example_texts._is_small(folder)
+    monkeypatch.setattr(example_texts, "_MOST_BYTES", 30)
+    monkeypatch.setattr(example_texts, "_MOST_FILES", 2)
+    assert not example_texts._is_small(folder)
 
 
 @pytest.mark.filterwarnings("default:The examples cannot be shown")

@@ -299,7 +299,8 @@ def test_a_kernel_that_a_model_folder_names_is_not_fetched(tmp_path, monkeypatch
 def test_attention_of_transformers_can_be_chosen(tmp_path, value):
     tiny_bert(tmp_path / "model")
     with_config(tmp_path / "model", {"attn_implementation": value, "_attn_implementation_autoset": True})
-    load_model(tmp_path / "model", "text-classification")
+    model = load_model(tmp_path / "model", "text-classification")
+    assert type(model).__name__ == "BertForSequenceClassification"
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "\xff"])

@@ -93,7 +93,12 @@ def test_experts_with_capacity_are_refused():
 
 
 def test_losses_that_do_not_mix_pass():
-    et.TracIn().fit(et.Task(network(), losses_of), data()).self_influence(data())
+    scores = et.TracIn().fit(et.Task(network(), losses_of), data()).self_influence(data())
+    # What passes is scored as in batches of one.
+    alone = data(batch_size=1)
+    assert torch.allclose(
+        scores, et.TracIn().fit(et.Task(network(), losses_of), alone).self_influence(alone), rtol=1e-4
+    )
 
 
 class LateMixture:

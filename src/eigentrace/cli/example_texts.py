@@ -1,6 +1,7 @@
 """Texts of a run's examples for the terminal, read from its dataset without the model."""
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ Texts = Callable[[np.ndarray], list[str]]
 """Given rows, returns the text of each."""
 
 # Opening a dataset reads the columns of ids and labels: datasets up to this size take at most a few seconds.
-_MOST_BYTES = 500_000_000
+# A path that a run names may be anything, such as a pipe or the whole disk, which are not read unasked.
+_MOST_BYTES, _MOST_FILES = 500_000_000, 1000
 _TASKS = ("text-classification", "seq2seq", "causal-lm")
 
 
@@ -29,17 +31,20 @@ def texts_of(run: Run, wanted: bool | None) -> tuple[Texts | None, str]:
     if wanted is False or asked.get("task") not in _TASKS or "function" in asked:
         return None, ""
     try:
-        if wanted is None and _size(Path(asked.get("resolved", {}).get("dataset", asked["dataset"]))) > _MOST_BYTES:
-            return None, "The dataset is large: --texts reads and shows the texts."
+        path = Path(asked.get("resolved", {}).get("dataset", asked["dataset"]))
+        if wanted is None and path.exists() and not _is_small(path):
+            return None, f"{path} is large or no regular file or folder: --texts reads and shows its texts."
         show = show_of(run.reader.request or {}, run.path)
     except (EigentraceError, OSError) as error:
         return None, f"The texts cannot be shown: {error}"
     return (None, "") if show is None else (_reader(show), "")
 
 
-def _size(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+def _is_small(path: Path) -> bool:
+    """Return whether a path is a regular file, or a folder of a limited number of files, of a limited size."""
+    files = list(islice(path.rglob("*"), _MOST_FILES + 1)) if path.is_dir() else [path]
+    regular = [file for file in files if file.is_file()]
+    return bool(regular) and len(files) <= _MOST_FILES and sum(f.stat().st_size for f in regular) <= _MOST_BYTES
 
 
 def _reader(show: Show) -> Texts:
