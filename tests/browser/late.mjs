@@ -13,6 +13,7 @@ import {
   press,
   reads,
   settled,
+  slider,
   tallies,
   until,
 } from "./driving.mjs";
@@ -29,6 +30,24 @@ export const late = {
     await box.getByRole("row", { name: /^new 133/ }).waitFor();
     await first.release();
     assert.equal(await box.count(), 1, "the late response for an earlier choice replaced the table");
+  },
+
+  async a_response_that_breaks_off({ page, world }) {
+    const cut = async (route) => {
+      const response = await route.fetch();
+      const body = await response.body();
+      await route.fulfill({ response, body: body.subarray(0, body.length / 2) });
+    };
+    const isCut = (url) => url.pathname.startsWith("/api/groups/") || url.pathname.startsWith("/api/histogram");
+    await page.route(isCut, cut);
+    await open(page, world);
+    await page.getByLabel("Column of the histogram").selectOption({ label: "Loss" });
+    const words = page.getByText("The server's response broke off. Check that eigentrace serve is still running.");
+    await reads(() => words.count(), 2, "views whose response broke off");
+    await page.unroute(isCut, cut);
+    await page.reload();
+    await page.getByRole("region", { name: /^Table of groups/ }).waitFor();
+    await slider(page).waitFor();
   },
 
   async late_histogram({ page, world }) {

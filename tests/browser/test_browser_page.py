@@ -87,6 +87,10 @@ def _end(group):
         os.killpg(group, signal.SIGKILL)
 
 
+def _trust(path):
+    trust_run(et.open_run(path).manifest["how"]["input"], path)
+
+
 def _known(path):
     """What Python says about a run, to hold the page against."""
     run = et.open_run(path)
@@ -120,7 +124,7 @@ def _model_known(path, example):
 
 def _look_at_digits(folder, built):
     path = Path(shutil.copytree(built, folder / "run"))
-    trust_run(et.open_run(path).manifest["how"]["input"], path)
+    _trust(path)
     config = _known(path)
     row = config["rows"][ASKED]
     pixels = (load_digits().train_images[ASKED, 0] * 255).round().byte().numpy()
@@ -152,8 +156,10 @@ def _look_at_pairs(folder):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A run of images."""
-    return Path(_once(tmp_path_factory, "built", lambda folder: str(digit_run(folder))))
+    """A run of images; the process that made it recorded its trust in a configuration of its own."""
+    path = Path(_once(tmp_path_factory, "built", lambda folder: str(digit_run(folder))))
+    _trust(path)
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -62,16 +62,20 @@ async function post(path, body) {
 }
 
 async function answer(asking) {
-  let reply;
-  try {
-    reply = await asking;
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new Error("The server does not respond. Check that eigentrace serve is still running.");
-  }
+  const reply = await unlessAborted(asking, "The server does not respond. Check that eigentrace serve is still running.");
+  if (reply.ok)
+    return unlessAborted(reply.json(), "The server's response broke off. Check that eigentrace serve is still running.");
   const body = await reply.json().catch(() => ({}));
-  if (!reply.ok) throw new Error(body.error ?? `The server responded with ${reply.status} ${reply.statusText}.`);
-  return body;
+  throw new Error(body.error ?? `The server responded with ${reply.status} ${reply.statusText}.`);
+}
+
+/** The result of a request, or an error with these words; a request that the page aborted stays an AbortError. */
+async function unlessAborted(asking, words) {
+  try {
+    return await asking;
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Error(words);
+  }
 }
 
 function made() {
