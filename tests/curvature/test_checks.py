@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 import eigentrace as et
 from eigentrace.curvature.checks import check_curvature
 from eigentrace.curvature.operator import Curvature
+from eigentrace.curvature.products import Differentiation
 from eigentrace.data import as_data
 from eigentrace.errors import PrecisionWarning
 from tests.helpers.expecting import warned
@@ -52,6 +53,53 @@ def test_a_saturated_loss_is_named_with_a_way_out():
     assert abs(float(found) / expected - 1) > 0.2
     exact = method.fit(task_double, (x, y)).spectrum.eigenvalues[0]
     assert float(exact) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("has_outputs", [True, False])
+def test_a_saturated_loss_is_named_with_the_hessian_too(has_outputs):
+    task, x, y = certain(18.0)
+    method = et.Arnoldi(steps=18, keep=2, curvature="hessian")
+    own = task if has_outputs else et.Task(task.model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"))
+    with warned(PrecisionWarning, *SATURATED) as caught:
+        method.fit(own, (x, y))
+    assert len(caught) == 1, "one cause, one warning"
+
+
+class _Wrong(torch.autograd.Function):
+    """Its second derivative is missing a part."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x.detach() * x * g
+
+
+def _check_hessian(model, loss, x, y):
+    curvature = Curvature(et.Task(model, loss), as_data([(x, y)]), None, "hessian", form=Differentiation.REVERSE)
+    with curvature.task.session():
+        check_curvature(curvature, torch.Generator().manual_seed(0))
+
+
+def test_a_wrong_second_derivative_is_told_by_differences():
+    with warned(PrecisionWarning, "Hessian", "difference", "curvature='gauss-newton'"):
+        _check_hessian(
+            nn.Linear(5, 3), lambda m, b: _Wrong.apply(m(b[0])).sum(1), torch.randn(40, 5), torch.zeros(40).long()
+        )
+
+
+def test_a_steep_loss_is_no_wrong_derivative():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 10)), torch.randn(2000, 20)
+    with torch.no_grad():
+        model[-1].weight *= 80  # finite differences of float32 gradients are not accurate
+        y = model(x).argmax(1)
+        rows = (F.cross_entropy(model(x), y, reduction="none") < 1e-2).nonzero().flatten()[:64]
+    _check_hessian(model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), x[rows], y[rows])
 
 
 def test_saturated_batches_do_not_matter_beside_others_with_more_curvature():

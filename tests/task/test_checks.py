@@ -99,19 +99,35 @@ def test_the_form_that_works_is_settled():
     assert checked(curvature_of(task)).form is Differentiation.REVERSE
 
 
-def test_noise_that_only_derivatives_see():
-    # The loss itself repeats; its curvature draws new numbers every time.
-    class Noisy(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+class Noisy(torch.autograd.Function):
+    """The identity, with gradients that draw new numbers every time."""
 
-        @staticmethod
-        def backward(ctx, g):
-            return g * torch.rand_like(g)
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
 
-    task = et.Task(net(), lambda m, b: cross_entropy(lambda x: Noisy.apply(m(x)), b))
-    with refused(DeterminismError, "curvature", 0.001):
+    @staticmethod
+    def backward(ctx, g):
+        return g * torch.rand_like(g)
+
+
+class NoisyTwice(torch.autograd.Function):
+    """The identity, whose second derivatives draw new numbers every time."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return Noisy.apply(g)
+
+
+@pytest.mark.parametrize(("noise", "named"), [(Noisy, ("gradient", "row")), (NoisyTwice, ("curvature", 0.001))])
+def test_noise_that_only_derivatives_see(noise, named):
+    # The loss itself repeats.
+    task = et.Task(net(), lambda m, b: cross_entropy(lambda x: noise.apply(m(x)), b))
+    with refused(DeterminismError, *named):
         checked(curvature_of(task))
 
 

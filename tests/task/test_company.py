@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import eigentrace as et
-from eigentrace.errors import PrecisionWarning, TaskError
+from eigentrace.errors import NumericalError, PrecisionWarning, TaskError
 from tests.helpers.expecting import refused, warned
 
 CLASSES = 50
@@ -120,6 +120,49 @@ def test_a_mixture_in_later_batches_stops_with_the_batch_named(engine):
     # Batches 1, 2, 4, 8 and 16 are checked: the 8th holds rows 224 to 255.
     with refused(TaskError, 224, 255):
         fitted.features(late, compute=et.Compute(engine=engine, batch="data"))
+
+
+class LateGradients:
+    """A loss as of single examples, whose gradients mix examples of one class number, which later rows have."""
+
+    def __call__(self, model, batch):
+        outputs = model(batch[0])
+        late = (batch[1] == 0).to(outputs.dtype)[:, None]
+        others = (late * outputs).sum(0) / late.sum().clamp_min(1)
+        return nn.functional.cross_entropy(outputs + late * (others - others.detach()), batch[1], reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("engine", "error", "named"), [("reverse", TaskError, (224, 255)), ("layerwise", NumericalError, ("batch 8",))]
+)
+def test_gradients_mixed_in_later_batches_stop_with_the_batch_named(engine, error, named):
+    x, y = _late_data()
+    late = et.Data(torch.utils.data.TensorDataset(x, y), batch_size=32)
+    fitted = et.RandProj(keep=3).fit(et.Task(network(), LateGradients()), late.take(range(128)))
+    with refused(error, *named):
+        fitted.features(late, compute=et.Compute(engine=engine, batch="data"))
+
+
+def test_gradients_of_the_curvature_sample_are_checked_too():
+    x, y = _late_data()
+    late = et.Data(torch.utils.data.TensorDataset(x, y), batch_size=32)
+    with refused(TaskError, "gradient", "row"):
+        et.Arnoldi(steps=3, keep=2, sample=None, curvature="hessian").fit(et.Task(network(), LateGradients()), late)
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0, 64.0, 256.0])
+@pytest.mark.filterwarnings("ignore::eigentrace.errors.PrecisionWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_saturated_loss_are_not_taken_for_mixed(scale, dtype):
+    model = network()
+    with torch.no_grad():
+        model[-1].weight *= scale
+    x, _ = _late_data()
+    labels = model(x).argmax(1)
+    examples = et.Data(torch.utils.data.TensorDataset(x.to(dtype), labels), batch_size=37)
+    fitted = et.RandProj(keep=3).fit(et.classification(model.to(dtype)), examples)
+    scores = fitted.self_influence(examples, compute=et.Compute(engine="reverse", batch="data"))
+    assert scores.isfinite().all()
 
 
 def _late_data():

@@ -16,6 +16,7 @@ from eigentrace.errors import (
     PrecisionWarning,
     TaskError,
 )
+from eigentrace.numeric.memory import free_memory
 from eigentrace.progress import track
 from eigentrace.task.checks import check_losses
 from eigentrace.task.company import SAME_TOL, CompanyCheck, precision_of
@@ -24,9 +25,11 @@ from eigentrace.task.task import Task
 
 # Finite differences of float32 gradients are good to about a percent; a wrong derivative rule is off by more.
 _FINITE_DIFFERENCE_TOL = 0.1
+# Lengths of steps relative to that of the parameters, in lower precision and in float64.
+_FINITE_DIFFERENCE_STEPS = (1e-2, 1e-3, 1e-4), (1e-3, 1e-5, 1e-7)
 
-
-_FINITE_DIFFERENCE_STEPS = (1e-2, 1e-3, 1e-4)
+# Vectors of P numbers that a product in float64 takes, generously.
+_DOUBLE_VECTORS = 12
 
 # Relative error above which products are reported as wrong; rounding in a float32 model that is not saturated is far
 # below.
@@ -57,9 +60,21 @@ def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvatu
         )
     # A vector of large curvature: along a random one, rounding would dominate a difference of gradients.
     u = _off_padding(curvature.task, first / first.norm() if first.any() else v)
-    _warn_unless_symmetric(curvature, float(v @ curvature.matvec(u)), float(u @ first), tol)
+    product = curvature.matvec(u)
+    one, other = float(v @ product), float(u @ first)
+    # Rounding in ⟨v, Hu⟩ is relative to ‖Hu‖, which for a random v is larger by up to the square root of P.
+    is_symmetric = abs(one - other) <= max(50 * tol, _WRONG) * max(abs(one), abs(other))
+    if _warn_if_saturated(curvature, u, product, is_symmetric=is_symmetric):
+        return curvature
+    if not is_symmetric:
+        warnings.warn(
+            f"The curvature is not symmetric (⟨v, Hu⟩ = {one:.4g}, ⟨u, Hv⟩ = {other:.4g}): some operation of the model "
+            "has inconsistent derivative rules. Scores may depend on the engine; replace custom or unusual operations.",
+            PrecisionWarning,
+            stacklevel=3,
+        )
     if curvature.kind == "hessian":
-        _warn_unless_difference(curvature.task, u, curvature.product_on(u, batch), batch)
+        _warn_unless_difference(curvature, u, batch)
     return curvature
 
 
@@ -88,30 +103,47 @@ def _off_padding(task: Task, v: Tensor) -> Tensor:  # (P,) -> (P,)
     return task.layout.flatten(parts)
 
 
-def _warn_unless_symmetric(curvature: Curvature, one: float, other: float, tol: float) -> None:
-    """Warn unless ⟨v, Hu⟩ equals ⟨u, Hv⟩; they differ if derivative rules disagree or the loss is saturated."""
-    # Rounding in ⟨v, Hu⟩ is relative to ‖Hu‖, which for a random v is larger by up to the square root of P.
-    differ = abs(one - other) > max(50 * tol, _WRONG) * max(abs(one), abs(other))
+def _warn_if_saturated(curvature: Curvature, u: Tensor, product: Tensor, *, is_symmetric: bool) -> bool:
+    """Warn if rounding in the loss makes products wrong, and return whether it does; `product` is H·u."""
+    what, error = "the second derivatives of the loss in the model's outputs", 0.0
     # In a Hessian, other terms hide those of a saturated loss. Gauss-Newton products have no others.
-    error = _asymmetry_of_loss(curvature) if differ or curvature.kind == "gauss-newton" else 0.0
-    if error > _WRONG:
-        dtype = str(curvature.task.layout.dtype).removeprefix("torch.")
-        remedy = "Fit task.double(), which computes in float64, or an" if dtype != "float64" else "Fit an"
-        warnings.warn(
-            f"The second derivatives of the loss in the model's outputs are off by about {error:.0%} in {dtype}, and "
-            "so are eigenvalues and scores. This happens if the loss is saturated: probabilities round to exactly 0 or "
-            f"1. {remedy} earlier checkpoint. If the outputs are not that large, a custom operation of the loss has "
-            "inconsistent derivative rules.",
-            PrecisionWarning,
-            stacklevel=4,
-        )
-    elif differ:
-        warnings.warn(
-            f"The curvature is not symmetric (⟨v, Hu⟩ = {one:.4g}, ⟨u, Hv⟩ = {other:.4g}): some operation of the model "
-            "has inconsistent derivative rules. Scores may depend on the engine; replace custom or unusual operations.",
-            PrecisionWarning,
-            stacklevel=4,
-        )
+    if not is_symmetric or curvature.kind == "gauss-newton":
+        error = _asymmetry_of_loss(curvature)
+    if error <= _WRONG and curvature.kind == "hessian" and (double := _in_float64(curvature, u)) is not None:
+        batch = curvature.first_batch()
+        single, size = curvature.product_on(u, batch), curvature.task.losses(curvature.task.params, batch).numel()
+        if not is_symmetric or _gap_to_difference(curvature.task, u, single, batch) > _FINITE_DIFFERENCE_TOL:
+            off = float((double.product_on(u.double(), double.first_batch()) - single.double()).norm()) / size
+            # Relative to the product of the whole sample: a saturated batch matters little if others are larger.
+            scale = max(float(product.norm()), float(single.norm()) / size)
+            what, error = "products of the Hessian", off / scale if scale else 0.0
+    if error <= _WRONG:
+        return False
+    dtype = str(curvature.task.layout.dtype).removeprefix("torch.")
+    remedy = "Fit task.double(), which computes in float64, or an" if dtype != "float64" else "Fit an"
+    warnings.warn(
+        f"In {dtype}, {what} are off by about {error:.0%}, and so are eigenvalues and scores. This happens if the "
+        f"loss is saturated: probabilities round to exactly 0 or 1. {remedy} earlier checkpoint. If the outputs are "
+        "not that large, a custom operation of the loss has inconsistent derivative rules.",
+        PrecisionWarning,
+        stacklevel=4,
+    )
+    return True
+
+
+def _in_float64(curvature: Curvature, v: Tensor) -> Curvature | None:
+    """Return a float32 operator in float64, tested on a vector; None if there is none or if it does not fit."""
+    task = curvature.task
+    numbers = sum(value.numel() for value in task.tensors().values()) + _DOUBLE_VECTORS * task.layout.numel
+    is_float32 = precision_of(task) == "fp32" and curvature.precision == "fp32"
+    if not is_float32 or numbers * torch.float64.itemsize > free_memory(task.layout.device):
+        return None
+    double = Curvature(task.double(), curvature.data, curvature.rows, curvature.kind, form=curvature.form)
+    try:
+        double.product_on(v.double(), double.first_batch())
+    except LACKING:
+        return None
+    return double
 
 
 def _asymmetry_of_loss(curvature: Curvature) -> float:
@@ -150,21 +182,30 @@ def _products_both_ways(task: Task, outputs: Tensor, batch: Any) -> tuple[Tensor
     return product(a, b), product(b, a)
 
 
-def _warn_unless_difference(task: Task, v: Tensor, exact: Tensor, batch: Any) -> None:
-    """Warn unless Hv is close to (g(θ+εv) − g(θ−εv)) / 2ε for the best of a few ε."""
+def _warn_unless_difference(curvature: Curvature, v: Tensor, batch: Any) -> None:
+    """Warn unless Hv is close to a finite difference of gradients, in float64 if that of float32 is not accurate."""
+    gap = _gap_to_difference(curvature.task, v, curvature.product_on(v, batch), batch)
+    if gap > _FINITE_DIFFERENCE_TOL and (double := _in_float64(curvature, v)) is not None:
+        v, batch = v.double(), double.first_batch()
+        gap = _gap_to_difference(double.task, v, double.product_on(v, batch), batch)
+    if gap > _FINITE_DIFFERENCE_TOL:
+        warnings.warn(
+            f"The Hessian product differs by {gap:.0%} from a finite difference of gradients. This is expected for "
+            "models with kinks (ReLU, max pooling) or in low precision. With smooth activations in float32 it "
+            "indicates a wrong derivative rule; curvature='gauss-newton' is safer.",
+            PrecisionWarning,
+            stacklevel=4,
+        )
+
+
+def _gap_to_difference(task: Task, v: Tensor, exact: Tensor, batch: Any) -> float:
+    """Return the relative difference of Hv and (g(θ+εv) − g(θ−εv)) / 2ε for the best of a few ε."""
     layout, center = task.layout, task.vector
     gaps = []
-    for step in _FINITE_DIFFERENCE_STEPS:
+    for step in _FINITE_DIFFERENCE_STEPS[layout.dtype == torch.float64]:
         epsilon = step * float(center.norm().clamp_min(1.0))
         ends = [layout.flatten(gradient(task, layout.unflatten(center + e * v), batch)) for e in (epsilon, -epsilon)]
         difference = (ends[0] - ends[1]) / (2 * epsilon)
         size = max(float(exact.norm()), float(difference.norm()))
         gaps.append(float((difference - exact).norm()) / size if size else 0.0)
-    if min(gaps) > _FINITE_DIFFERENCE_TOL:
-        warnings.warn(
-            f"The Hessian product differs by {min(gaps):.0%} from a finite difference of gradients. This is expected "
-            "for models with kinks (ReLU, max pooling) or in low precision. With smooth activations in float32 it "
-            "indicates a wrong derivative rule; curvature='gauss-newton' is safer.",
-            PrecisionWarning,
-            stacklevel=4,
-        )
+    return min(gaps)

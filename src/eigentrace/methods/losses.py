@@ -38,7 +38,7 @@ def losses_of(task: Task, data: Data, change: Change | None = None, first: int =
         first: Row of the first example, if `data` is part of a larger dataset; passed to `change`.
     """
     losses = torch.empty(len(data), dtype=torch.float64, device="cpu")
-    in_company = CompanyCheck(task, task.losses)
+    in_company = CompanyCheck(task, task.losses, has_gradients=False)
     for batch in track(data.batches(), "Losses", len(data), len):
         placed = task.place(batch.values)
         placed = placed if change is None else change(placed, batch.rows + first)

@@ -11,17 +11,21 @@ import torch
 from torch import Tensor
 
 from eigentrace.data.batch import is_per_example, kept_whole, map_tensors, tensors_of
-from eigentrace.errors import EigentraceError, TaskError
-from eigentrace.task.derivatives import backward, leaves_of
+from eigentrace.errors import DeterminismError, EigentraceError, TaskError
+from eigentrace.task.derivatives import LACKING, backward, leaves_of
 from eigentrace.task.task import Task, Values
 
 # Relative differences above which two evaluations of the same thing count as different. Rounding in float64, in
 # float32 with the atomics of a GPU, and in bfloat16 stays well below; dropout or a shuffled loader is of order one.
 SAME_TOL = {"fp64": 1e-8, "fp32": 1e-3, "bf16": 5e-2}
 
-# Share of later batches that are checked at random, and of a batch's examples that are evaluated again. A forward pass
-# of a quarter of every 16th batch takes well below 1% of the time of scoring.
+# Share of later batches that are checked at random, and of a batch's examples that are evaluated again. Forward passes
+# of a quarter of every 16th batch take well below 1% of the time of scoring.
 _CHECKED_SHARE, _AGAIN_SHARE = 1 / 16, 1 / 4
+# Number of examples among which a gradient is computed, and the least share of the largest loss that its example has.
+_GROUP, _LARGE_SHARE = 8, 0.5
+# Relative difference above which two gradients count as different, and rounding in units of eps for a loss of 1.
+_GRADIENT_TOL, _ROUNDING = 1e-2, 10.0
 _NOT_ALONE = (
     "so losses are not per example. Look for a division by the batch size, token count or class counts, for batch "
     "statistics, for experts with limited capacity, or for another use of other examples. A list is read as batches: "
@@ -36,9 +40,22 @@ def precision_of(task: Task) -> str:
     return "fp64" if task.layout.dtype == torch.float64 else "fp32"
 
 
+def rounding_of_outputs(task: Task, batch: Any) -> float:
+    """Return by how much bfloat16 rounds the largest output of a batch; 0 in other precisions or without outputs.
+
+    It bounds what the loss of a confident model can show: logits near 30 are rounded by an eighth.
+    """
+    if precision_of(task) != "bf16" or not task.has_outputs:
+        return 0.0
+    outputs = task.outputs(task.params, batch)
+    if not isinstance(outputs, Tensor) or not outputs.numel():
+        return 0.0
+    return 2 * torch.finfo(torch.bfloat16).eps * float(outputs.detach().abs().max())
+
+
 @dataclass
 class CompanyCheck:
-    """Compares the losses in some batches of a pass with those of their examples in other company.
+    """Compares losses and gradients in some batches of a pass with those of their examples in other company.
 
     Checked are batches 1, 2, 4, 8, … and a random 16th of the others. Examples that depend on each other in fewer
     batches than that may pass unnoticed.
@@ -47,7 +64,10 @@ class CompanyCheck:
     task: Task
     function: Callable[[Values, Any], Tensor]
     what: str = "loss"
+    has_gradients: bool = True
+    """Whether gradients are compared, too: not where only losses are used."""
     _random: random.Random = field(default_factory=lambda: random.Random(0), repr=False)
+    _random_group: random.Random = field(default_factory=lambda: random.Random(0), repr=False)
     _seen: int = 0
     _shared: set[int] = field(default_factory=set)
     """Positions of tensors that all examples share, although their first dimension may be a batch's size by chance."""
@@ -64,6 +84,8 @@ class CompanyCheck:
         if is_due and len(rows) > 1:
             self.compare(batch, rows, losses, max(1, round(_AGAIN_SHARE * len(rows))))
             self.compare(batch, rows, losses, 1)
+            if self.has_gradients:
+                self.compare_gradient(batch, rows, losses, min(_GROUP, max(2, round(_AGAIN_SHARE * len(rows)))))
 
     def observe(self, batch: Any, size: int) -> None:
         """Note which tensors of a batch have another first dimension than its size, and so are shared."""
@@ -102,8 +124,10 @@ class CompanyCheck:
         # Losses near zero have no accurate digits in bfloat16: compare on an absolute scale then.
         precision = precision_of(self.task)
         least = 0.1 if precision == "bf16" else 1e-6
-        gaps = (again - losses[index]).abs() / losses.abs().max().clamp_min(least)
-        if float(gaps.max()) > max(SAME_TOL[precision], 1e-3):
+        largest = losses.abs().max().clamp_min(least)
+        gaps = (again - losses[index]).abs() / largest
+        tol = max(SAME_TOL[precision], 1e-3)
+        if float(gaps.max()) > tol and float(gaps.max()) > tol + rounding_of_outputs(self.task, part) / float(largest):
             at = chosen[int(gaps.argmax())]
             raise TaskError(
                 f"The {self.what} of row {rows[at]} changes by {float(gaps.max()):.2g} (relative) when it is evaluated "
@@ -111,9 +135,58 @@ class CompanyCheck:
                 f"{_why(batch, size)}"
             )
 
+    def compare_gradient(self, batch: Any, rows: np.ndarray, losses: Tensor, number: int) -> None:
+        """Compare the gradient of one example among `number` examples of a batch with its gradient alone.
+
+        Compared is an example with a large loss: gradients of well-fitted ones are too small to show much.
+        """
+        size, large = len(rows), losses.abs() >= _LARGE_SHARE * losses.abs().max()
+        at = self._random_group.choice(large.nonzero().flatten().tolist())
+        others = self._random_group.sample([other for other in range(size) if other != at], number - 1)
+        group, alone = (
+            self.select(batch, torch.tensor(chosen, device=losses.device), size) for chosen in ([at, *others], [at])
+        )
+        tol = max(SAME_TOL[precision_of(self.task)], _GRADIENT_TOL)
+        # Rounding in a nearly saturated loss is relative to the model's outputs, not to their small gradient.
+        tol += _ROUNDING * torch.finfo(losses.dtype).eps / float(losses[at].abs().clamp_min(1e-30))
+        try:
+            gap = self._gradient_gap(group, alone)
+            if gap <= tol or gap <= tol + rounding_of_outputs(self.task, group):
+                return
+            again = self._gradient_gap(group, group)
+        except EigentraceError:
+            raise
+        except LACKING:  # without a gradient in reverse mode, or without the memory for it
+            return
+        if again > tol:
+            raise DeterminismError(
+                f"The gradient of the {self.what} of row {rows[at]} differs by {again:.2g} (relative) when it is "
+                f"computed twice, although its {self.what} stays the same. Something in the backward pass draws random "
+                "numbers: expected a backward pass that repeats."
+            )
+        raise TaskError(
+            f"The gradient of the {self.what} of row {rows[at]} changes by {gap:.2g} (relative) when its example is "
+            f"alone instead of with {number - 1} others of its batch {_named(rows)}, although its {self.what} stays "
+            f"the same, {_why(batch, size)}"
+        )
+
+    def _gradient_gap(self, group: Any, alone: Any) -> float:
+        """Return the relative difference between the gradients of a group's first example and of the same alone."""
+
+        def norm_of(*signed: tuple[float, Any]) -> float:
+            # Of the difference directly: two gradients of a large model may not fit.
+            with torch.enable_grad():
+                leaves = leaves_of(self.task.params)
+                total = sum(sign * self.function(leaves, part)[0] for sign, part in signed)
+                found = backward(total, leaves)  # type: ignore[arg-type]
+            return float(torch.stack([torch.linalg.vector_norm(part) for part in found.values()]).norm())
+
+        norm = max(norm_of((1.0, group)), norm_of((1.0, alone)))
+        return norm_of((1.0, group), (-1.0, alone)) / norm if norm else 0.0
+
 
 def check_company(check: CompanyCheck, batch: Any, rows: np.ndarray, losses: Tensor) -> None:
-    """Check a placed batch thoroughly: losses alone, in several groups of other sizes, and one gradient.
+    """Check a placed batch thoroughly: losses alone and in several groups of other sizes, and a gradient in them all.
 
     Raises:
         TaskError: If a loss or a gradient depends on the other examples.
@@ -124,26 +197,7 @@ def check_company(check: CompanyCheck, batch: Any, rows: np.ndarray, losses: Ten
         return
     for number in sorted({1, 2, max(1, size // 4), size // 2, size - 1}):
         check.compare(batch, rows, losses, number)
-    _compare_gradients(check, batch, rows, losses)
-
-
-def _compare_gradients(check: CompanyCheck, batch: Any, rows: np.ndarray, losses: Tensor) -> None:
-    """Compare the gradient of one example's loss in its batch with the gradient alone."""
-    task, size, at = check.task, len(rows), int(losses.abs().argmax())
-    alone_in = check.select(batch, torch.tensor([at], device=losses.device), size)
-    flat = []
-    for part, place in ((batch, at), (alone_in, 0)):
-        with torch.enable_grad():
-            leaves = leaves_of(task.params)
-            flat.append(task.layout.flatten(backward(task.losses(leaves, part)[place], leaves)))
-    together, alone = flat
-    norm = float(torch.maximum(together.norm(), alone.norm()))
-    gap = float((together - alone).norm()) / norm if norm else 0.0
-    if gap > max(SAME_TOL[precision_of(task)], 1e-2):
-        raise TaskError(
-            f"The gradient of row {rows[at]} changes by {gap:.2g} (relative) when its example is alone instead of with "
-            f"{size - 1} others of its batch {_named(rows)}, although its loss stays the same, {_why(batch, size)}"
-        )
+    check.compare_gradient(batch, rows, losses, size)
 
 
 def _some_of(count: int, size: int) -> str:
