@@ -62,6 +62,28 @@ def track(
                 bar.update(size(item))
 
 
+def tell(line: str) -> None:
+    """Print a line about what follows where progress is shown: above the bar, or into the log file."""
+    form = _form()
+    if form == "bar":
+        tqdm.write(line, file=sys.stderr)
+    elif form == "lines":
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+
+def as_duration(seconds: float) -> str:
+    """Return a time in a unit that suits it.
+
+    >>> as_duration(0.0042), as_duration(8.25), as_duration(250), as_duration(9000), as_duration(200_000)
+    ('4.2 ms', '8.2 s', '4.2 min', '2.5 h', '2.3 days')
+    """
+    for unit, size in (("days", 86_400.0), ("h", 3_600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= size and (unit != "days" or seconds >= 2 * size):
+            return f"{seconds / size:.1f} {unit}"
+    return f"{1e3 * seconds:.2g} ms"
+
+
 class _Lines:
     """Plain lines for a log file: the first after some seconds, then at growing intervals, and one at the end."""
 

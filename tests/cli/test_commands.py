@@ -87,6 +87,17 @@ def files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
 
 
+def test_an_estimate_writes_nothing_and_fits_nothing(place, answer, call):
+    code, found = answer("fit runs/x --input mine.py:make --steps 20 --keep 6 --estimate")
+    assert (code, (place / "runs").exists()) == (0, False)
+    assert found["num_products"] > 20
+    assert found["seconds"] >= 20 * found["product_seconds"] > 0
+    assert found["saved_bytes"] == 6 * 39 * 4
+    code, _, err = call("fit runs/x --input mine.py:make --method TracIn --estimate")
+    assert code == 2
+    expect_mentions(err, ["TracIn", "Arnoldi"])
+
+
 def test_a_classifier_from_folder_to_cleaned_csv(place, call, answer):
     wrong = build(place)
     for command, shown in commands():

@@ -227,7 +227,7 @@ def test_the_work_ahead_decides():
     assert not pays(0.001, products=10_000, num_tensors=300)
     task, batches = deep(1)
     with task.session():
-        assert compiling_pays(Curvature(task, as_data(batches), None), 10**9) is False  # a CPU
+        assert compiling_pays(Curvature(task, as_data(batches), None), 10**9, 1.0) is False  # a CPU
 
 
 def test_arnoldi_takes_it_as_a_setting(uncompiled):

@@ -29,6 +29,7 @@ from eigentrace.fits.fitted import Fitted
 from eigentrace.fits.load import load
 from eigentrace.krylov.resume import progress_of
 from eigentrace.loading import Inputs, check_source, warn_of_mistakes
+from eigentrace.methods.arnoldi import Arnoldi
 from eigentrace.methods.by_name import make_method
 from eigentrace.methods.method import Method
 from eigentrace.projection.engine import Compute
@@ -77,6 +78,18 @@ def fit(path: Path, config: Path | None, given: dict[str, dict[str, Any]], trust
     result |= {key: saved[key] for key in known if key in saved}
     result |= {} if (sampled := num_sampled(saved)) is None else {"num_sampled": sampled}
     _answer(result, f"{show_fit(saved)}\nNext: eigentrace score {path}", as_json)
+
+
+def estimate(path: Path, config: Path | None, given: dict[str, dict[str, Any]], trust: bool, as_json: bool) -> None:
+    """Print what a fit will take, without fitting; nothing is written."""
+    how = request.resolve(path, config, given)
+    method = make_method(how["fit"])
+    if not isinstance(method, Arnoldi):
+        raise InputError(f"--estimate supports the method Arnoldi, got {type(method).__name__}: fit without it.")
+    inputs = request.load_inputs(how, path, trust=trust)
+    _note(f"{counted(len(inputs.data), 'example')}; {inputs.task.coverage}")
+    found = method.estimate(inputs.task, inputs.data)
+    _answer(found.record(), f"The fit will take {found}.", as_json)
 
 
 def _fitted(method: Method, inputs: Inputs, folder: Folder) -> Fitted:

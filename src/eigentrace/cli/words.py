@@ -57,6 +57,16 @@ _Trust = Annotated[
     bool, typer.Option("--trust", help="Allow calling the function that loads this run's model and data; remembered.")
 ]
 
+_Settings = Annotated[
+    list[str] | None,
+    _of_fit(
+        "Any other setting of the method, as name=value: depth=50, basis.memory=8GB; repeat a name for a list.", "--set"
+    ),
+]
+_Estimate = Annotated[
+    bool, typer.Option("--estimate", help="Only print what the fit will take: time, memory, disk space.")
+]
+
 
 def fit(
     context: typer.Context,
@@ -100,13 +110,8 @@ def fit(
     sample: Annotated[str | None, _of_fit("Number of examples for the curvature (8192), or all.")] = None,
     precision: Annotated[str | None, _of_fit("Precision of the curvature products: fp32 or bf16.")] = None,
     seed: Annotated[int | None, _of_fit("Seed of all random choices.")] = None,
-    set_: Annotated[
-        list[str] | None,
-        _of_fit(
-            "Any other setting of the method, as name=value: depth=50, basis.memory=8GB; repeat a name for a list.",
-            "--set",
-        ),
-    ] = None,
+    set_: _Settings = None,
+    estimate: _Estimate = False,
     trust: _Trust = False,
     json: _Json = False,
 ) -> None:
@@ -116,8 +121,12 @@ def fit(
 
     After an interruption, the same command resumes the fit, and so does `eigentrace fit RUN` without options.
     """
+    given = _grouped(context.params)
+    if estimate:
+        _commands().estimate(**given)
+        return
     with _resumable():
-        _commands().fit(**_grouped(context.params))
+        _commands().fit(**given)
 
 
 _OF_FIT = (
@@ -129,6 +138,7 @@ def _grouped(given: dict[str, Any]) -> dict[str, Any]:
     """Group the options of `fit` into the sections of a settings file."""
     plain = {"path": given.pop("run"), "config": given.pop("config"), "as_json": given.pop("json")}
     plain["trust"] = given.pop("trust")
+    given.pop("estimate")
     others = given.pop("set_") or []
     fit = {name: given.pop(name) for name in _OF_FIT}
     for name, value in map(_setting, others):

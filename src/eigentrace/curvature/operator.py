@@ -168,19 +168,22 @@ def working_form(curvature: Curvature, batch: Any) -> Differentiation:
     )
 
 
-def compiling_pays(curvature: Curvature, steps: int) -> bool:
-    """Return whether compiling pays for `steps` products; never on a CPU, where it saves little.
-
-    The eager product is timed on one batch, so call this after it has run once.
-    """
-    device = curvature.task.layout.device
-    if device.type != "cuda":
+def compiling_pays(curvature: Curvature, steps: int, seconds: float) -> bool:
+    """Return whether compiling pays for `steps` products of so many seconds; never on a CPU, where it saves little."""
+    if curvature.task.layout.device.type != "cuda":
         return False
-    batch = curvature.first_batch()
+    return pays(seconds, steps, len(curvature.task.layout.names))
+
+
+def product_seconds(curvature: Curvature) -> float:
+    """Measure the time of an eager product on one batch, after it has run once, and scale it to all examples."""
+    batch, device = curvature.first_batch(), curvature.task.layout.device
+    curvature = replace(curvature, compile=False)
     v = torch.ones_like(curvature.task.vector)
-    torch.cuda.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     start = time.perf_counter()
     curvature.product_on(v, batch)
-    torch.cuda.synchronize(device)
-    count = -(-curvature.num_examples // length_of(batch))
-    return pays(time.perf_counter() - start, steps * count, len(curvature.task.layout.names))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * -(-curvature.num_examples // length_of(batch))

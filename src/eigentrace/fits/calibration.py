@@ -96,6 +96,11 @@ class GradientMoments:
         return GradientMoments(energies, outside, inverse, int(examples), int(products))
 
 
+def num_products(steps: int) -> int:
+    """Return the number of products of a calibration after so many of the fit."""
+    return max(1, min(_MOST_PRODUCTS, steps // _STEPS_PER_PRODUCT))
+
+
 def gradient_moments(
     task: Task, data: Data, matvec: Matvec, directions: DenseDirections, steps: int, seed: int
 ) -> GradientMoments:
@@ -120,7 +125,7 @@ def gradient_moments(
         energies += found.features.double().square().sum(dim=0).cpu()
         squares += float(found.squares().double().sum())
     energies, squares = energies / len(data), squares / len(data)
-    count = max(1, min(_MOST_PRODUCTS, steps // _STEPS_PER_PRODUCT))
+    count = num_products(steps)
     probe = _outside(_signed_sum(task, data, generator), directions)
     outside = max(0.0, squares - float(energies.sum()))
     # What is left of gradients inside the span is rounding.

@@ -1,4 +1,4 @@
-"""Estimate memory and disk space of a Krylov iteration before it begins, and choose a basis that fits."""
+"""Compute memory and disk space of a Krylov iteration before it begins, and choose a basis that fits."""
 
 import warnings
 from collections.abc import Iterator

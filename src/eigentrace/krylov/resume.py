@@ -70,9 +70,14 @@ class SavedIteration:
         self._restarts: int | None = None  # number of the current file
         self._kept_at = -float("inf")
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no iteration has begun in the directory."""
+        return not (self.path / MANIFEST).exists()
+
     def begin(self, **chosen: Any) -> None:
         """Write the manifest with the identity and the measured choices, unless it already exists."""
-        if (self.path / MANIFEST).exists():
+        if not self.is_new:
             return
         manifest: dict[str, Any] = {"kind": KIND, "format": 1, "version": __version__}
         manifest |= {"identity": self._identity, "chosen": chosen}
@@ -81,7 +86,7 @@ class SavedIteration:
 
     def chosen(self, name: str, otherwise: Any) -> Any:
         """Return a choice recorded by `begin`, or `otherwise` if the iteration is new."""
-        return _read(self.path)["chosen"][name] if (self.path / MANIFEST).exists() else otherwise
+        return otherwise if self.is_new else _read(self.path)["chosen"][name]
 
     def is_finished(self) -> bool:
         """Return whether the saved iteration is finished, so that no product is left to compute."""

@@ -11,22 +11,32 @@ import torch
 from torch import Tensor
 
 from eigentrace.curvature.checks import check_curvature
-from eigentrace.curvature.operator import Curvature, Kind, compiling_pays, resolve_kind, working_form
+from eigentrace.curvature.compiled import COMPILED_SHARE
+from eigentrace.curvature.operator import (
+    Curvature,
+    Kind,
+    compiling_pays,
+    product_seconds,
+    resolve_kind,
+    working_form,
+)
 from eigentrace.curvature.products import Precision
 from eigentrace.data import Data
 from eigentrace.errors import InputError
-from eigentrace.fits.calibration import GradientMoments, gradient_moments
+from eigentrace.fits.calibration import GradientMoments, gradient_moments, num_products
 from eigentrace.fits.cut import Cut, Tail
 from eigentrace.fits.eigen_fit import EigenFit
 from eigentrace.fits.reliability import rank_agreement
 from eigentrace.fits.tail_coordinates import check_wanted
 from eigentrace.krylov.eigenpairs import Eigenpairs, top_eigenpairs, warn_unless_converged, warn_unless_convex
+from eigentrace.krylov.estimate import FitEstimate, estimate_of
 from eigentrace.krylov.iterate import Krylov, arnoldi, finished, lanczos
 from eigentrace.krylov.plan import IterationPlan, check_disk, fitted_basis
 from eigentrace.krylov.resume import SavedIteration, begun_with, opened
 from eigentrace.krylov.vectors import Basis
 from eigentrace.methods.method import ready
 from eigentrace.numeric.seeding import generator_of
+from eigentrace.progress import tell
 from eigentrace.projection.directions import DenseDirections
 from eigentrace.settings import check_counts, settings_of, settings_repr
 from eigentrace.task.layout import normal
@@ -36,6 +46,10 @@ from eigentrace.task.task import Task
 SHAPED_COORDINATES = 1024
 # Settings that the iteration depends on, besides the basis and the curvature. The others only affect its result.
 _OF_ITERATION = ("steps", "sample", "spread", "seed", "precision", "compile")
+# Products of the checks before an iteration; and how much longer a fit takes with those on two halves of the sample.
+_CHECKS, _WITH_HALVES = 4, 2.0
+# The estimate of a fit is printed if it takes longer than this.
+_TOLD_SECONDS = 60.0
 # Number of examples whose losses are compared, to check that an iteration is resumed with the same data and loss.
 _COMPARED_ROWS = 64
 
@@ -184,6 +198,28 @@ class Arnoldi:
         fitted = EigenFit(task, eigenpairs, cut, settings, size, moments=moments)
         return fitted if wanted is None else fitted.with_coordinates(data, wanted).distill(tail=self.tail)
 
+    def estimate(self, task: Task, data: Any) -> FitEstimate:
+        """Estimate time, memory and disk space of a fit from a product on one batch; nothing is fitted.
+
+        Args:
+            task: The model and its loss.
+            data: Training examples.
+        """
+        task, data, _ = ready(task, data, None)
+        plan = self._plan(task, data)
+        with task.session():
+            rows = None if self.sample is None else data.sample(self.sample, generator_of(self.seed))
+            curvature = Curvature(task, data, rows, resolve_kind(self.curvature, task), self.precision)
+            curvature = replace(curvature, form=working_form(curvature, curvature.first_batch()))
+            return self._estimated(replace(plan, basis=fitted_basis(plan)), curvature, product_seconds(curvature))
+
+    def _estimated(self, plan: IterationPlan, curvature: Curvature, seconds: float) -> FitEstimate:
+        """Return the estimate of a fit, given the time of an eager product."""
+        others = _CHECKS + (0 if self.tail is None else num_products(self.steps))
+        wanted = compiling_pays(curvature, self.steps, seconds) if self.compile == "auto" else self.compile
+        found = estimate_of(plan, curvature.task.vector, seconds * (COMPILED_SHARE if wanted else 1.0), others)
+        return replace(found, seconds=_WITH_HALVES * found.seconds) if self.reliability else found
+
     def _basis(self, task: Task, data: Data, resume: str | Path | None) -> Basis:
         """Return the basis of an iteration that is resumed, or one that fits in memory."""
         plan, begun = self._plan(task, data), {} if resume is None else begun_with(resume)
@@ -264,9 +300,15 @@ class Arnoldi:
         rows = None if self.sample is None else data.sample(self.sample, generator)
         curvature = Curvature(task, data, rows, resolve_kind(self.curvature, task), self.precision)
         curvature = check_curvature(curvature, generator)
-        # "auto" decides by measuring times: a resumed iteration reuses the decision from its start.
+        seconds = product_seconds(curvature)
+        if saved is None or saved.is_new:
+            estimated = self._estimated(self._plan(task, data), curvature, seconds)
+            if estimated.seconds > _TOLD_SECONDS:
+                tell(f"The fit will take {estimated}.")
+        # "auto" decides by measured times: a resumed iteration reuses the decision from its start.
         wanted = self.compile if saved is None else saved.chosen("compile", self.compile)
-        return replace(curvature, compile=compiling_pays(curvature, self.steps) if wanted == "auto" else wanted)
+        compiles = compiling_pays(curvature, self.steps, seconds) if wanted == "auto" else wanted
+        return replace(curvature, compile=compiles)
 
 
 def start_vector(task: Task, generator: torch.Generator) -> Tensor:  # (P,)
