@@ -77,7 +77,17 @@ def test_everything_public_has_a_docstring(name):
 
 def test_every_method_is_in_the_design_page():
     page = (ROOT / "docs" / "design.md").read_text()
-    for name in ("Arnoldi", "ExactHessian", "InverseArnoldi", "RandProj", "RandSelect", "TracIn", "Lissa", "Loss"):
+    for name in (
+        "Arnoldi",
+        "EKFAC",
+        "ExactHessian",
+        "InverseArnoldi",
+        "RandProj",
+        "RandSelect",
+        "TracIn",
+        "Lissa",
+        "Loss",
+    ):
         assert f"| `{name}` |" in page
 
 

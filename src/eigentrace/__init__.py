@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from eigentrace.fits.reliability import Reliability, rank_agreement
     from eigentrace.krylov.vectors import Basis
     from eigentrace.methods.arnoldi import Arnoldi
+    from eigentrace.methods.ekfac import EKFAC
     from eigentrace.methods.exact import ExactHessian
     from eigentrace.methods.inverse_arnoldi import InverseArnoldi
     from eigentrace.methods.lissa import Lissa
@@ -42,6 +43,7 @@ __all__ = [
     # attribution methods
     "Arnoldi",
     "Basis",
+    "EKFAC",
     "InverseArnoldi",
     "ExactHessian",
     "Lissa",
@@ -86,6 +88,7 @@ _HOMES = {
     **dict.fromkeys(("classification", "seq2seq", "causal_lm"), "task.tasks"),
     "Arnoldi": "methods.arnoldi",
     "Basis": "krylov.vectors",
+    "EKFAC": "methods.ekfac",
     "InverseArnoldi": "methods.inverse_arnoldi",
     "ExactHessian": "methods.exact",
     "Lissa": "methods.lissa",

@@ -27,6 +27,13 @@ def check_not_negative(**settings: Any) -> None:
             raise InputError(f"{name} must be a finite number of at least 0, got {value!r}.")
 
 
+def check_above_zero(**settings: Any) -> None:
+    """Raise InputError unless each setting is a finite number above 0."""
+    for name, value in settings.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
+            raise InputError(f"{name} must be a positive finite number, got {value!r}.")
+
+
 def settings_of(method: Any) -> dict[str, Any]:
     """Return a method's name and settings as JSON values."""
     if not dataclasses.is_dataclass(method):

@@ -397,6 +397,7 @@ def test_settings_from_a_file_and_options_on_top(place, call, answer):
 METHODS = {
     "tracin": ("--method tracin", "TracIn", True),
     "random projections": ("--method rand-proj --keep 4", "RandProj", True),
+    "ekfac": ("--method ekfac --set damping=0.1", "EKFAC", True),
     "lissa": ("--method Lissa --set depth=3 --set scale=50", "Lissa", False),
     "rates": ("--method TracIn --set learning_rates=0.5", "TracIn", True),
     "loss": ("--method loss", "Loss", False),

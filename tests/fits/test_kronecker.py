@@ -200,7 +200,7 @@ def test_more_than_there_are_gives_all(task):
 def test_where_float32_gives_up_float64_diagonalises(monkeypatch):
     x = torch.randn(200, 12) * (torch.arange(12) < 5)  # most inputs are always zero
     covariances = (x.T @ x)[None]
-    expected = kronecker._eigenvectors(covariances)
+    expected = kronecker._eigenvectors(covariances, 1024)
     eigh = torch.linalg.eigh
 
     def picky(matrix):
@@ -209,7 +209,7 @@ def test_where_float32_gives_up_float64_diagonalises(monkeypatch):
         return eigh(matrix)
 
     monkeypatch.setattr(torch.linalg, "eigh", picky)
-    found = kronecker._eigenvectors(covariances)
+    found = kronecker._eigenvectors(covariances, 1024)
     assert found.dtype == torch.float32
     assert torch.allclose(found[:, :5], expected[:, :5], atol=1e-5)
     assert torch.allclose(found.T @ found, torch.eye(12), atol=1e-5)

@@ -45,6 +45,12 @@ def tailed(case: Case) -> Tensor:
     return rows[:12].T @ torch.diag(1 / (values[:12] + delta)) @ rows[:12] + (eye - rows[:12].T @ rows[:12]) / delta
 
 
+def ekfac(case: Case) -> Tensor:
+    """The metric itself is compared with dense gradients in test_ekfac.py."""
+    fitted = et.EKFAC(damping=0.1).fit(case.task, case.batches)
+    return fitted.metric.inverse(torch.eye(case.task.layout.numel, dtype=torch.float64), 0.1)
+
+
 def gaussian(case: Case) -> Tensor:
     generator = generator_of(3)
     G = torch.randn(9, case.task.layout.numel, generator=generator, dtype=torch.float64)
@@ -170,6 +176,7 @@ METHODS = {
     "arnoldi as published": Line(et.Arnoldi.as_published(500, 12, batch=10**6), truncated),
     "arnoldi tail": Line(et.Arnoldi(keep=12, **WHOLE), tailed),
     "exact": Line(et.ExactHessian(), inverse),
+    "ekfac": Line(et.EKFAC(damping=0.1), ekfac),
     "randproj": Line(et.RandProj(9, seed=3), gaussian),
     "randselect": Line(et.RandSelect(9, seed=3), picked),
     "tracin": Line(et.TracIn(), identity),

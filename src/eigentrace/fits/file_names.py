@@ -3,6 +3,7 @@
 EIGENPAIRS = "eigenpairs.safetensors"
 COORDINATES = "coordinates.safetensors"
 MOMENTS = "moments.safetensors"
+METRIC = "metric.safetensors"
 
 
 def block_file(number: int) -> str:

@@ -7,11 +7,14 @@ its energy is in a few coordinates, which are worth storing. Parameters without 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eigentrace.data import Data
+from eigentrace.errors import UnsupportedError
 from eigentrace.gradients.layer_gradients import LayerGradients
 from eigentrace.gradients.outer_products import Factor, OneHot, Outer, rotated
 from eigentrace.krylov.eigenpairs import with_fixed_signs
@@ -33,12 +36,65 @@ _MOST_TOKENS = 64
 Bases = dict[str, tuple[Tensor | None, Tensor | None]]  # {name: (L, r), (R, s)}; None for the standard basis
 
 
+@dataclass(frozen=True)
+class Joined:
+    """A bias that is treated as another row or column of its matrix: its gradient is that of a constant input of 1."""
+
+    bias: str
+    side: Literal["left", "right"]
+    """The side of the matrix's inputs."""
+
+    def augmented(self, form: LayerGradients) -> Outer:
+        """Return the gradients of the matrix and its bias, as those of one matrix."""
+        if not isinstance(form, Outer):
+            raise UnsupportedError(f"the gradients of the matrix of {self.bias!r} are not sums over tokens")
+        if self.side == "left":
+            return replace(form, left=WithOne(form.left))
+        return replace(form, right=WithOne(form.right))
+
+
+@dataclass(frozen=True)
+class WithOne:
+    """A factor with another number, which is always 1."""
+
+    factor: Factor
+
+    @property
+    def examples(self) -> int:
+        """The number of examples, B."""
+        return self.factor.examples
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens per example, T."""
+        return self.factor.tokens
+
+    @property
+    def width(self) -> int:
+        """The length of the vector of one token."""
+        return self.factor.width + 1
+
+    def take(self, start: int, stop: int) -> Tensor:  # (n, g, T, width)
+        """Return the examples from `start` to `stop`."""
+        return F.pad(self.factor.take(start, stop), (0, 1), value=1.0)
+
+
+def shape_of(layout: Layout, name: str, joined: Mapping[str, Joined]) -> tuple[int, int]:
+    """Return the shape of a parameter viewed as a matrix, with its bias if that is joined."""
+    length, width = matrix_shape(layout, name)
+    side = joined[name].side if name in joined else None
+    return length + (side == "left"), width + (side == "right")
+
+
 @dataclass
 class _Covariances:
     """Σ left leftᵀ and Σ right rightᵀ of every parameter whose gradients are sums of outer products."""
 
     layout: Layout
     budget: int
+    joined: Mapping[str, Joined]
+    tokens: int
+    """Maximum number of tokens per example."""
     uses: Mapping[str, int]
     skipped: Mapping[str, str]
     sides: dict[str, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)  # (g, l, l), (1, r, r)
@@ -49,6 +105,7 @@ class _Covariances:
             return
         if (form.groups * form.left.width, form.right.width) != matrix_shape(self.layout, name):
             return
+        form = self.joined[name].augmented(form) if name in self.joined else form
         found = self._products(form.left, form.groups), self._products(form.right, form.groups)
         found = found[0], None if found[1] is None else found[1].sum(dim=0, keepdim=True)
         self.sides[name] = _added(self.sides[name], found) if name in self.sides else found
@@ -59,7 +116,7 @@ class _Covariances:
     def _products(self, factor: Factor, groups: int) -> Tensor | None:  # (g, width, width)
         if isinstance(factor, OneHot) or groups * factor.width > WIDEST_SIDE:
             return None
-        step = -(-factor.tokens // _MOST_TOKENS)
+        step = -(-factor.tokens // self.tokens)
         at_once = max(1, self.budget // (8 * groups * factor.tokens * factor.width))
         total: Tensor | None = None
         for start in range(0, factor.examples, at_once):
@@ -80,32 +137,47 @@ def _added(
 
 
 def eigenbases(task: Task, data: Data, compute: Compute) -> Bases:
-    """Return the eigenvectors of the covariances of both sides of every matrix, summed over the data."""
-    layout = task.layout
+    """Return the leading eigenvectors of both sides of every matrix, from some tokens of each example."""
+    return bases_of(Job.of(task, "losses", compute=compute), data, {}, _MOST_COLUMNS, _MOST_TOKENS)
+
+
+def bases_of(job: Job, data: Data, joined: Mapping[str, Joined], columns: int, tokens: int) -> Bases:
+    """Return the eigenvectors of the covariances of both sides of every matrix, summed over the data.
+
+    Args:
+        job: The function whose gradients are used.
+        data: The examples.
+        joined: The biases that belong to a matrix, by the name of the matrix.
+        columns: Maximum number of eigenvectors per side.
+        tokens: Maximum number of tokens per example.
+    """
+    layout = job.task.layout
     totals: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     standard: set[str] = set()
-    job = Job.of(task, "losses", compute=compute)
-    job = replace(job, gather=partial(_Covariances, layout, job.budget))
+    job = replace(job, gather=partial(_Covariances, layout, job.budget, joined, tokens))
     for _, found in project(job, data, "Covariances"):
-        standard |= _without_rule(found, layout)
+        standard |= without_rule(found, layout)
         for gather in found.gathered:
             for name, sides in gather.sides.items():  # type: ignore[attr-defined]
                 totals[name] = _added(totals[name], sides) if name in totals else sides
     diagonalised = {name: sides for name, sides in totals.items() if name not in standard}
-    return {name: tuple(map(_eigenvectors, sides)) for name, sides in diagonalised.items()}  # type: ignore[misc]
+    return {
+        name: (_eigenvectors(left, columns), _eigenvectors(right, columns))
+        for name, (left, right) in diagonalised.items()
+    }
 
 
-def _without_rule(found: Projection, layout: Layout) -> set[str]:
+def without_rule(found: Projection, layout: Layout) -> set[str]:
     """Return the names of the parameters that the layerwise engine left to another engine."""
     if not found.gathered:
         return set(layout.names)
     return {name for gather in found.gathered for name in gather.skipped}  # type: ignore[attr-defined]
 
 
-def _eigenvectors(covariances: Tensor | None) -> Tensor | None:  # (g, width, width) -> (g·width, columns)
+def _eigenvectors(covariances: Tensor | None, columns: int) -> Tensor | None:  # (g, w, w) -> (g·w, g·columns)
     if covariances is None or covariances.shape[1] == 1:
         return None
-    each = max(1, _MOST_COLUMNS // len(covariances))
+    each = max(1, columns // len(covariances))
     try:
         vectors = torch.linalg.eigh(covariances).eigenvectors
     except torch.linalg.LinAlgError:
@@ -120,6 +192,7 @@ class _Energies:
     """Sums over examples of the squared coordinates of every parameter with a layer rule."""
 
     bases: Bases
+    joined: Mapping[str, Joined]
     layout: Layout
     budget: int
     uses: Mapping[str, int]
@@ -129,8 +202,10 @@ class _Energies:
 
     def receive(self, name: str, form: LayerGradients) -> None:
         """Add the squared coordinates of a parameter once the gradients of all of its uses are there to be summed."""
+        if any(name == one.bias for one in self.joined.values()):
+            return
         forms = self.waiting.setdefault(name, [])
-        forms.append(form)
+        forms.append(self.joined[name].augmented(form) if name in self.joined else form)
         if len(forms) == self.uses[name]:
             self._add_squares(name)
 
@@ -142,26 +217,28 @@ class _Energies:
     def _add_squares(self, name: str) -> None:
         forms = self.waiting.pop(name)
         left, right = self.bases.get(name, (None, None))
-        shape = matrix_shape(self.layout, name)
+        shape = shape_of(self.layout, name, self.joined)
         if len(forms) == 1 and isinstance(forms[0], Outer) and forms[0].groups == 1:
             form = forms[0]
             if form.left.tokens == 1 and not isinstance(form.left, OneHot):
                 self.sums[name] = self._of_one_token(form, left, right)
                 return
             if isinstance(form.left, OneHot) and left is None:
-                self.sums[name] = _of_lookup(form, right)
+                keys, sums = lookup_sums(form, right)
+                total = sums.new_zeros(shape[0], sums.shape[1])
+                self.sums[name] = total.index_add_(0, keys % form.left.width, sums.square())
                 return
         # Memory of the factors, the rotated factors, and their product; a lookup becomes a dense integer tensor.
         tokens = max((form.left.tokens for form in forms if isinstance(form, Outer)), default=0)
         each = 16 * (shape[0] * shape[1] + tokens * (shape[0] + shape[1]))
         at_once = max(1, self.budget // max(each, 1))
-        total: Tensor | None = None
+        whole: Tensor | None = None
         for start in range(0, forms[0].examples, at_once):
             stop = min(start + at_once, forms[0].examples)
-            rotated_gradients = sum(_rotated_gradients(form, left, right, shape, start, stop) for form in forms)
-            squares = rotated_gradients.square().sum(dim=0)  # type: ignore[union-attr]
-            total = squares if total is None else total + squares
-        self.sums[name] = total  # type: ignore[assignment]
+            coordinates = sum(rotated_gradients(form, left, right, shape, start, stop) for form in forms)
+            squares = coordinates.square().sum(dim=0)  # type: ignore[union-attr]
+            whole = squares if whole is None else whole + squares
+        self.sums[name] = whole  # type: ignore[assignment]
 
     def _of_one_token(self, form: Outer, left: Tensor | None, right: Tensor | None) -> Tensor:
         """Sum (a ⊗ b)² = a² ⊗ b² over the batch by one matrix product."""
@@ -171,27 +248,34 @@ class _Energies:
         return a.square().T @ b.square()
 
 
-def _of_lookup(form: Outer, right: Tensor | None) -> Tensor:  # (V, s)
-    """Sum squares per entry of a lookup table, after adding the tokens of an example that share an entry."""
+def lookup_sums(form: Outer, right: Tensor | None) -> tuple[Tensor, Tensor]:  # (u,), (u, s)
+    """Add the tokens of an example that share an entry of a lookup table, and return the sums in the rotated basis.
+
+    The keys are example · entries + entry.
+    """
     index, width = form.left.index, form.left.width  # type: ignore[attr-defined]
     b = wide(rotated(form.right, right).take(0, form.examples)[:, 0])  # (B, T, s)
     keys = torch.arange(len(index), device=index.device)[:, None] * width + index
     keys, place = keys.flatten().unique(return_inverse=True)
-    sums = b.new_zeros(len(keys), b.shape[-1]).index_add_(0, place, b.flatten(0, 1))
-    return b.new_zeros(width, b.shape[-1]).index_add_(0, keys % width, sums.square())
+    return keys, b.new_zeros(len(keys), b.shape[-1]).index_add_(0, place, b.flatten(0, 1))
 
 
-def _rotated_gradients(
+def rotated_gradients(
     form: LayerGradients, left: Tensor | None, right: Tensor | None, shape: tuple[int, int], start: int, stop: int
 ) -> Tensor:  # (n, r, s)
+    """Return the coordinates of the gradients of some examples."""
     if isinstance(form, Outer) and form.groups == 1:
         sides = rotated(form.left, left, start, stop), rotated(form.right, right, start, stop)
         a, b = (wide(side.take(0, stop - start)[:, 0]) for side in sides)
         dtype = torch.promote_types(a.dtype, b.dtype)  # a dense lookup is an integer tensor
         return a.to(dtype).transpose(1, 2) @ b.to(dtype)
-    dense = wide(form.write(start, stop)).unflatten(1, shape)
-    dense = dense if left is None else left.to(dense.dtype).T @ dense
-    return dense if right is None else dense @ right.to(dense.dtype)
+    return in_bases(wide(form.write(start, stop)).unflatten(1, shape), left, right)
+
+
+def in_bases(matrices: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:  # (n, L, R) -> (n, r, s)
+    """Return the coordinates of dense matrices; None keeps the standard basis of a side."""
+    matrices = matrices if left is None else left.to(matrices.dtype).T @ matrices
+    return matrices if right is None else matrices @ right.to(matrices.dtype)
 
 
 @dataclass(frozen=True)
@@ -208,27 +292,38 @@ def energies(task: Task, data: Data, bases: Bases, kept: DenseDirections, comput
 
     Without bases, the sums are N × the diagonal empirical Fisher.
     """
-    layout = task.layout
-    job = Job.of(task, "losses", kept, compute=compute)
-    job = replace(job, gather=partial(_Energies, bases, layout, job.budget))
+    moments = torch.zeros(kept.count, kept.count, dtype=torch.float64, device=task.layout.device)
+    sums, without = square_sums(Job.of(task, "losses", kept, compute=compute), data, bases, {}, moments)
+    return Energies({name: sides for name, sides in bases.items() if name not in without}, sums, moments)
+
+
+def square_sums(
+    job: Job, data: Data, bases: Bases, joined: Mapping[str, Joined], moments: Tensor | None = None
+) -> tuple[dict[str, Tensor], list[str]]:  # {name: (r, s)}
+    """Sum the squared coordinates of all gradients of a job; add the second moments of its features to `moments`.
+
+    Also returns the names of the parameters without a layer rule, whose coordinates are in the standard basis.
+    """
+    layout = job.task.layout
+    gathering = replace(job, gather=partial(_Energies, bases, joined, layout, job.budget))
     sums: dict[str, Tensor] = {}
     missing: set[str] = set()
-    moments = torch.zeros(kept.count, kept.count, dtype=torch.float64, device=layout.device)
-    for _, found in project(job, data, "Energies"):
-        missing |= _without_rule(found, layout)
+    for _, found in project(gathering, data, "Energies"):
+        missing |= without_rule(found, layout)
         _add(sums, found.gathered)
-        phi = found.features.double()
-        moments += phi.T @ phi
+        if moments is not None:
+            phi = found.features.double()
+            moments += phi.T @ phi
     rest = [name for name in layout.names if name in missing]
     if rest:
-        part = narrowed(replace(job, gather=None), rest)
+        part = narrowed(job, rest)
         totals = torch.zeros(part.task.layout.numel, dtype=layout.dtype, device=layout.device)
         for flat in gradients(part, data):
             totals += flat.square().sum(dim=0)
         shapes = {name: matrix_shape(layout, name) for name in rest}
         pieces = totals.split(part.task.layout.sizes)
         sums |= {name: piece.view(shapes[name]) for name, piece in zip(rest, pieces, strict=True)}
-    return Energies({name: sides for name, sides in bases.items() if name not in missing}, sums, moments)
+    return sums, rest
 
 
 def _add(sums: dict[str, Tensor], gathered: Iterable[Gather]) -> None:
@@ -254,9 +349,7 @@ def estimates(found: Energies, directions: DenseDirections, kept: Tensor) -> dic
         columns = directions.matrix[:, layout.span(name)][kept.to(directions.matrix.device)]
         left, right = found.bases.get(name, (None, None))
         for mixed in (scaled @ columns.to(scaled)).unflatten(1, matrix_shape(layout, name)):
-            rotated_mix = mixed if left is None else left.to(mixed.dtype).T @ mixed
-            rotated_mix = rotated_mix if right is None else rotated_mix @ right.to(mixed.dtype)
-            total -= rotated_mix.square()
+            total -= in_bases(mixed, left, right).square()
         result[name] = total.clamp_min_(0)
     return result
 

@@ -9,11 +9,12 @@ from eigentrace.disk.tensors import read_tensors
 from eigentrace.errors import EigentraceError, InputError, MismatchError
 from eigentrace.fits.cut import Cut
 from eigentrace.fits.eigen_fit import EigenFit
+from eigentrace.fits.ekfac_fit import read_ekfac
 from eigentrace.fits.ensemble import ENSEMBLE, Ensemble
-from eigentrace.fits.file_names import member_folder, state_file
+from eigentrace.fits.file_names import METRIC, member_folder, state_file
 from eigentrace.fits.fitted import Fitted
 from eigentrace.fits.on_disk import read_block, read_coordinates, read_eigenpairs, read_moments
-from eigentrace.fits.projected_fit import DirectionsFit, ProjectedFit
+from eigentrace.fits.projected_fit import DirectionsFit
 from eigentrace.settings import short
 from eigentrace.task.checkpoints import Checkpoint
 from eigentrace.task.identity import LossFingerprint
@@ -69,7 +70,7 @@ def _load_ensemble(path: Path, task: Task | Sequence[Task]) -> Ensemble:
     return Ensemble(tuple(members), tuple(states) if has_states else None)
 
 
-def _load_directions(path: str | Path, task: Any) -> ProjectedFit:
+def _load_directions(path: str | Path, task: Any) -> Fitted:
     """Load a saved fit that is not an ensemble."""
     if not isinstance(task, Task):
         raise InputError(f"load takes the Task that the fit was made with, got {type(task).__name__}.")
@@ -103,6 +104,10 @@ def _check_types(path: Path, manifest: dict[str, Any]) -> None:
     for number, block in enumerate(blocks if isinstance(blocks, list) else ()):
         entries = block if isinstance(block, dict) else {}
         checked += [(f"blocks[{number}].{name}", entries.get(name), kind) for name, kind in _BLOCK_TYPES.items()]
+    if "metric" in manifest:
+        checked += [("metric", manifest["metric"], dict), ("damping", manifest["damping"], int | float)]
+        joined = manifest["metric"] if isinstance(manifest["metric"], dict) else {}
+        checked += [(f"metric.{name}", one, dict) for name, one in joined.items()]
     if "cut" in manifest:
         cut = manifest["cut"] if isinstance(manifest["cut"], dict) else {}
         checked += [("cut", manifest["cut"], dict), ("num_products", manifest["num_products"], int)]
@@ -115,8 +120,10 @@ def _check_types(path: Path, manifest: dict[str, Any]) -> None:
             )
 
 
-def _assemble(path: Path, manifest: dict[str, Any], task: Task) -> ProjectedFit:
+def _assemble(path: Path, manifest: dict[str, Any], task: Task) -> Fitted:
     shared = {key: manifest[key] for key in ("method", "num_train", "has_curvature")}
+    if "metric" in manifest:
+        return read_ekfac(task, read_tensors(path / METRIC), manifest["metric"], manifest["damping"], shared)
     if "cut" in manifest:
         eigenpairs = read_eigenpairs(path, manifest, task.layout)
         count = len(eigenpairs.spectrum.eigenvalues)

@@ -42,17 +42,27 @@ class SolvedFit(Fitted):
         return torch.cat(scores)
 
     def _cross(self, train: Data, queries: Data, *, norm: Norm, compute: Compute) -> Tensor:
-        total = torch.zeros(len(queries), len(train), dtype=self.task.layout.dtype, device="cpu")
-        start = 0
-        with self.task.session():
-            query_job = Job.of(self.task, "measurements", compute=compute)
-            for g in in_chunks(gradients(query_job, queries), query_job.budget // 4):
-                solved = self.solve(over(g, g.norm(dim=1, keepdim=True)) if norm else g)
-                job = Job.of(self.task, "losses", DenseDirections(solved, self.task.layout), norm is not None, compute)
-                for batch, found in project(job, train):
-                    scores = found.features
-                    if norm:
-                        scores = over(scores, found.squares().sqrt()[:, None])
-                    total[start : start + len(g), batch.rows] = scores.T.cpu()
-                start += len(g)
-        return total
+        return solved_scores(self.task, self.solve, train, queries, norm=norm, compute=compute)
+
+
+def solved_scores(
+    task: Task, solve: Callable[[Tensor], Tensor], train: Data, queries: Data, *, norm: Norm, compute: Compute
+) -> Tensor:  # (Q, N)
+    """Return the products of the gradients of examples with the solutions for the gradients of queries.
+
+    As many queries as fit in memory share a pass over the examples.
+    """
+    total = torch.zeros(len(queries), len(train), dtype=task.layout.dtype, device="cpu")
+    start = 0
+    with task.session():
+        query_job = Job.of(task, "measurements", compute=compute)
+        for g in in_chunks(gradients(query_job, queries), query_job.budget // 4):
+            solved = solve(over(g, g.norm(dim=1, keepdim=True)) if norm else g)
+            job = Job.of(task, "losses", DenseDirections(solved, task.layout), norm is not None, compute)
+            for batch, found in project(job, train):
+                scores = found.features
+                if norm:
+                    scores = over(scores, found.squares().sqrt()[:, None])
+                total[start : start + len(g), batch.rows] = scores.T.cpu()
+            start += len(g)
+    return total

@@ -93,7 +93,8 @@ def largest_batch(engine: Engine, job: Job, data: Data) -> int | None:
         return None
     peaks = []
     for count in _TRIED:
-        values = job.task.place(data.rebatched(count).first(count).values)
+        first = data.rebatched(count).first(count)
+        values = job.place(first.values, first.rows)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         if _attempt(engine, job, values, count) is None:
@@ -194,7 +195,7 @@ def project(
         data = data if largest is None else data.rebatched(largest)
     batches = data.batches(rows, digests=digests) if rows is not None or digests else data.batches()
     for batch in track(batches, description, len(data) if rows is None else len(rows), len):
-        values = job.task.place(batch.values)
+        values = job.place(batch.values, batch.rows)
         try:
             projection = portions(engine, job, values, len(batch))
             _check(batch, values, projection, job)
@@ -234,7 +235,7 @@ def gradients(job: Job, data: Data) -> Iterator[Tensor]:  # each (b, P)
     function: Any = None
     checked, in_company = SplitCheck(job), CompanyCheck(task, job.function, job.name)
     for batch in track(data.batches(), "Gradients", len(data), len):
-        values = task.place(batch.values)
+        values = job.place(batch.values, batch.rows)
         losses: list[Tensor] = []
         try:
             function = function or _gradient_function(job, values, len(batch))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -133,6 +134,13 @@ class Job:
     """The name of the function in messages."""
     outputs: bool = False
     """Whether to return the outputs of the model too, from which the losses are computed."""
+    prepare: Callable[[Any, np.ndarray], Any] | None = None
+    """Adds what the function needs to each batch on the device, given the rows of its examples."""
+
+    def place(self, values: Any, rows: np.ndarray) -> Any:
+        """Move a batch to the device, and prepare it for the function."""
+        placed = self.task.place(values)
+        return placed if self.prepare is None else self.prepare(placed, rows)
 
     def evaluate(self, values: Values, batch: Any) -> tuple[Tensor, Tensor | None]:  # (B,), outputs
         """Evaluate the function; also return the model's outputs if the job requests them and they are a tensor."""

@@ -1,0 +1,321 @@
+"""A matrix that is diagonal in the Kronecker eigenbasis of each parameter, and the scores by its inverse.
+
+This is EK-FAC (George et al., 2018): each matrix, with its bias, is rotated into the eigenbases of the covariances of
+its inputs and of the gradients of its outputs. There, the diagonal of the curvature is measured exactly.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from eigentrace.data import Data
+from eigentrace.errors import MismatchError
+from eigentrace.fits.kronecker import (
+    WIDEST_SIDE,
+    Bases,
+    Joined,
+    bases_of,
+    in_bases,
+    lookup_sums,
+    rotated_gradients,
+    shape_of,
+    square_sums,
+)
+from eigentrace.gradients.layer_gradients import Direct, LayerGradients
+from eigentrace.gradients.outer_products import OneHot, Outer, rotated
+from eigentrace.numeric.accumulate import wide
+from eigentrace.projection import Job, gradients, project
+from eigentrace.projection.directions import matrix_shape
+from eigentrace.projection.layerwise import narrowed
+from eigentrace.settings import counted
+from eigentrace.task.layout import Layout
+
+# Difference up to which a bias counts as an input of its matrix, relative to its gradient.
+_JOINED_TOL = 1e-3
+# Bytes of an example's rotated gradient, its square and its factors, per number.
+_BYTES = 16
+_ALL = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True)
+class KroneckerMetric:
+    """The eigenbases of each parameter, and the diagonal of the curvature in them."""
+
+    layout: Layout
+    bases: Bases
+    joined: Mapping[str, Joined]
+    diagonal: Mapping[str, Tensor]  # {name: (r, s)}; a joined bias is part of its matrix
+
+    def __repr__(self) -> str:
+        rotated = counted(len(self.bases), "rotated parameter")
+        return f"<KroneckerMetric: {counted(self.layout.numel, 'parameter')}, {rotated}, mean {self.mean:.3g}>"
+
+    @property
+    def mean(self) -> float:
+        """The mean of the diagonal over all parameters."""
+        return sum(float(values.sum(dtype=torch.float64)) for values in self.diagonal.values()) / self.layout.numel
+
+    def inverse(self, vectors: Tensor, damping: float) -> Tensor:  # (q, P) -> (q, P)
+        """Multiply vectors by the inverse of the matrix plus `damping` times the identity."""
+        pieces = {name: vectors[:, self.layout.span(name)] for name in self.layout.names}
+        found: dict[str, Tensor] = {}
+        for name, values in self.diagonal.items():
+            matrix = self._matrix(pieces, name)
+            coordinates = in_bases(matrix, *self.bases.get(name, (None, None)))
+            back = _rotated_back(coordinates / (values + damping), *self.bases.get(name, (None, None)))
+            self._split(name, back, found)
+        return torch.cat([found[name] for name in self.layout.names], dim=1)
+
+    def _matrix(self, pieces: Mapping[str, Tensor], name: str) -> Tensor:  # (q, r, s)
+        """Return parts of vectors as matrices, with the bias as another row or column."""
+        matrix = pieces[name].unflatten(1, matrix_shape(self.layout, name))
+        if name not in self.joined:
+            return matrix
+        bias, dim = pieces[self.joined[name].bias], 1 if self.joined[name].side == "left" else 2
+        return torch.cat([matrix, bias.unsqueeze(dim)], dim=dim)
+
+    def _split(self, name: str, matrix: Tensor, found: dict[str, Tensor]) -> None:
+        """Undo `_matrix`."""
+        if name in self.joined:
+            dim = 1 if self.joined[name].side == "left" else 2
+            found[self.joined[name].bias] = matrix.select(dim, -1).flatten(1)
+            matrix = matrix.narrow(dim, 0, matrix.shape[dim] - 1)
+        found[name] = matrix.flatten(1)
+
+    def plus_diagonal(self, added: Mapping[str, float]) -> "KroneckerMetric":
+        """Return the metric with a multiple of the identity added for each parameter, such as an ℓ2 penalty."""
+        if not any(added.values()):
+            return self
+        whole = torch.zeros(1, self.layout.numel, dtype=self.layout.dtype, device=self.layout.device)
+        for name in self.layout.names:
+            whole[:, self.layout.span(name)] = added[name]
+        pieces = {name: whole[:, self.layout.span(name)] for name in self.layout.names}
+        total = {}
+        for name, values in self.diagonal.items():
+            left, right = (None if side is None else side.square() for side in self.bases.get(name, (None, None)))
+            total[name] = values + in_bases(self._matrix(pieces, name), left, right)[0]
+        return replace(self, diagonal=total)
+
+    def own_scores(self, job: Job, data: Data, damping: float, norms: bool) -> tuple[Tensor, Tensor | None]:
+        """Return ⟨g, M⁻¹g⟩ and, if requested, ‖g‖² of each example (N,), in one pass over the data."""
+        weights = {name: 1 / (values + damping) for name, values in self.diagonal.items()}
+        job = replace(job, norms=norms)
+        gathering = replace(job, gather=partial(_OwnScores, self, weights, job.budget))
+        total = torch.zeros(len(data), dtype=self.layout.dtype, device="cpu")
+        squares = torch.zeros(len(data), dtype=self.layout.dtype, device="cpu") if norms else None
+        without: set[str] | None = None
+        for batch, found in project(gathering, data, "Self-influence"):
+            missing = set(self.layout.names) if not found.gathered else set[str]()
+            missing |= {name for gather in found.gathered for name in gather.skipped}  # type: ignore[attr-defined]
+            if missing != (without := missing if without is None else without):
+                return self._own_scores_of_whole(job, data, damping)
+            parts = [gather.scores for gather in found.gathered]  # type: ignore[attr-defined]
+            if parts:
+                total[batch.rows] += torch.cat(parts).to(total)
+            if squares is not None:
+                squares[batch.rows] = found.squares().to(squares)
+        if without:
+            if any(name in self.bases or name in self.joined for name in without):
+                return self._own_scores_of_whole(job, data, damping)
+            self._add_without_rule(job, data, sorted(without), weights, total)
+        return total, squares
+
+    def _add_without_rule(
+        self, job: Job, data: Data, names: list[str], weights: Mapping[str, Tensor], total: Tensor
+    ) -> None:
+        """Add the part of parameters that the layerwise engine leaves to another one; their basis is the standard."""
+        part, start = narrowed(replace(job, gather=None, norms=False), names), 0
+        flat_weights = torch.cat([weights[name].flatten() for name in part.task.layout.names])
+        for flat in gradients(part, data):
+            total[start : start + len(flat)] += (flat.square() @ flat_weights).to(total)
+            start += len(flat)
+
+    def _own_scores_of_whole(self, job: Job, data: Data, damping: float) -> tuple[Tensor, Tensor]:
+        """Compute the same from whole gradients."""
+        scores, squares = [], []
+        for flat in gradients(replace(job, gather=None, norms=False), data):
+            scores.append((self.inverse(flat, damping) * flat).sum(dim=1).cpu())
+            squares.append(flat.square().sum(dim=1).cpu())
+        return torch.cat(scores), torch.cat(squares)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors to save."""
+        found = {f"diagonal.{name}": values for name, values in self.diagonal.items()}
+        for name, (left, right) in self.bases.items():
+            found |= {} if left is None else {f"left.{name}": left}
+            found |= {} if right is None else {f"right.{name}": right}
+        return found
+
+    def record(self) -> dict[str, dict[str, str]]:
+        """Return the joined biases as JSON values."""
+        return {name: {"bias": one.bias, "side": one.side} for name, one in self.joined.items()}
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor], record: Mapping[str, Any], layout: Layout) -> Self:
+        """Restore a metric from `tensors` and `record`."""
+        joined = {name: Joined(one["bias"], one["side"]) for name, one in record.items()}
+        diagonal: dict[str, Tensor] = {}
+        bases: Bases = {}
+        biases = {one.bias for one in joined.values()}
+        for name in (name for name in layout.names if name not in biases):
+            shape = shape_of(layout, name, joined)
+            values, left, right = (tensors.get(f"{kind}.{name}") for kind in ("diagonal", "left", "right"))
+            fits = values is not None and values.shape == shape
+            fits &= left is None or left.shape == (shape[0], shape[0])
+            fits &= right is None or right.shape == (shape[1], shape[1])
+            if not fits:
+                raise MismatchError(
+                    f"The saved metric of parameter {name!r} does not fit its shape {shape}: fit again."
+                )
+            diagonal[name] = values.to(layout.device)  # type: ignore[union-attr]
+            if left is not None or right is not None:
+                sides = (None if side is None else side.to(layout.device) for side in (left, right))
+                bases[name] = next(sides), next(sides)
+        return cls(layout, bases, joined, diagonal)
+
+
+def measured_metric(job: Job, data: Data) -> KroneckerMetric:
+    """Measure the metric of a job's gradients: the covariances in one pass, the diagonal in another."""
+    layout = job.task.layout
+    joined = _joined_biases(job, data)
+    bases = bases_of(job, data, joined, WIDEST_SIDE, _ALL)
+    while True:
+        # Later batches may show more parameters without a layer rule.
+        sums, without = square_sums(job, data, bases, joined)
+        changed = {name for name in without if name in bases or name in joined}
+        changed |= {name for name, one in joined.items() if one.bias in without}
+        if not changed:
+            diagonal = {name: values.to(layout.dtype) / len(data) for name, values in sums.items()}
+            zeros = [name for name in layout.names if name not in diagonal and name not in _biases(joined)]
+            shapes = {name: shape_of(layout, name, joined) for name in zeros}
+            diagonal |= {name: torch.zeros(s, dtype=layout.dtype, device=layout.device) for name, s in shapes.items()}
+            return KroneckerMetric(layout, bases, joined, diagonal)
+        joined = {name: one for name, one in joined.items() if name not in changed}
+        bases = {name: sides for name, sides in bases_of(job, data, joined, WIDEST_SIDE, _ALL).items()
+                 if name not in without}  # fmt: skip
+
+
+def _biases(joined: Mapping[str, Joined]) -> set[str]:
+    return {one.bias for one in joined.values()}
+
+
+@dataclass
+class _Pairs:
+    """Compares the gradients of biases with token sums of the factors of matrices, to find which belong together."""
+
+    layout: Layout
+    uses: Mapping[str, int]
+    skipped: Mapping[str, str]
+    matrices: dict[str, Outer] = field(default_factory=dict)
+    vectors: dict[str, Tensor] = field(default_factory=dict)
+    joined: dict[str, Joined] = field(default_factory=dict)
+
+    def receive(self, name: str, form: LayerGradients) -> None:
+        """Keep the gradients of a parameter that is used once, until its partner is there."""
+        if self.uses.get(name) != 1 or name in self.skipped:
+            return
+        if isinstance(form, Direct):
+            self.vectors[name] = form.value
+            self._compare(_with_ending(name, "bias", "weight"), name)
+        elif isinstance(form, Outer) and not isinstance(form.left, OneHot) and form.left.tokens:
+            self.matrices[name] = form
+            self._compare(name, _with_ending(name, "weight", "bias"))
+
+    def finish(self) -> None:
+        """Do nothing: pairs were compared when they were complete."""
+
+    def _compare(self, name: str, bias: str) -> None:
+        if name not in self.matrices or bias not in self.vectors:
+            return
+        form, vector = self.matrices.pop(name), wide(self.vectors.pop(bias))
+        if (form.groups * form.left.width, form.right.width) != matrix_shape(self.layout, name):
+            return
+        for side, other in (("right", form.left), ("left", form.right)):
+            if side == "left" and form.groups > 1:
+                continue
+            sums = wide(other.take(0, form.examples)).sum(dim=2).flatten(1)
+            if sums.shape == vector.shape and float((sums - vector).norm()) <= _JOINED_TOL * float(vector.norm()):
+                self.joined[name] = Joined(bias, side)  # type: ignore[arg-type]
+
+
+def _with_ending(name: str, ending: str, other: str) -> str:
+    return f"{name.removesuffix(ending)}{other}" if name.endswith(ending) else ""
+
+
+def _joined_biases(job: Job, data: Data) -> dict[str, Joined]:
+    """Return the biases that belong to a matrix, by comparing gradients in the first batch."""
+    batch = data.first(min(len(data), 32))
+    first = data.take(batch.rows)
+    joined: dict[str, Joined] = {}
+    for _, found in project(replace(job, gather=partial(_Pairs, job.task.layout)), first, "Biases"):
+        for gather in found.gathered:
+            joined |= gather.joined  # type: ignore[attr-defined]
+    return joined
+
+
+@dataclass
+class _OwnScores:
+    """Adds up the squared coordinates of each example, each divided by its element of the diagonal."""
+
+    metric: KroneckerMetric
+    weights: Mapping[str, Tensor]
+    budget: int
+    uses: Mapping[str, int]
+    skipped: Mapping[str, str]
+    scores: Tensor = field(default_factory=lambda: torch.zeros(()))  # (B,)
+    waiting: dict[str, list[LayerGradients]] = field(default_factory=dict)
+
+    def receive(self, name: str, form: LayerGradients) -> None:
+        """Add the part of a parameter once the gradients of all of its uses are there to be summed."""
+        joined = self.metric.joined
+        if name in _biases(joined):
+            return
+        forms = self.waiting.setdefault(name, [])
+        forms.append(joined[name].augmented(form) if name in joined else form)
+        if len(forms) == self.uses[name]:
+            self._add(name)
+
+    def finish(self) -> None:
+        """Add the parts of parameters that received fewer gradients than planned."""
+        for name in list(self.waiting):
+            self._add(name)
+
+    def _add(self, name: str) -> None:
+        forms, weights = self.waiting.pop(name), self.weights[name]
+        left, right = self.metric.bases.get(name, (None, None))
+        first = forms[0]
+        if len(forms) == 1 and isinstance(first, Outer) and first.groups == 1:
+            if first.left.tokens == 1 and not isinstance(first.left, OneHot):
+                sides = ((first.left, left), (first.right, right))
+                a, b = (wide(rotated(f, u).take(0, first.examples)[:, 0, 0]).square() for f, u in sides)
+                self.scores = self.scores.to(a) + ((a @ weights.to(a)) * b).sum(dim=1)
+                return
+            if isinstance(first.left, OneHot) and left is None:
+                keys, sums = lookup_sums(first, right)
+                values = (sums.square() * weights.to(sums)[keys % first.left.width]).sum(dim=1)
+                own = values.new_zeros(first.examples).index_add_(0, keys // first.left.width, values)
+                self.scores = self.scores.to(own) + own
+                return
+        self.scores = self.scores.to(weights) + self._of_dense(name, forms)
+
+    def _of_dense(self, name: str, forms: list[LayerGradients]) -> Tensor:  # (B,)
+        shape = shape_of(self.metric.layout, name, self.metric.joined)
+        bases, weights = self.metric.bases.get(name, (None, None)), self.weights[name]
+        tokens = max((form.left.tokens for form in forms if isinstance(form, Outer)), default=0)
+        each = _BYTES * (shape[0] * shape[1] + tokens * (shape[0] + shape[1]))
+        at_once = max(1, self.budget // max(each, 1))
+        found = []
+        for start in range(0, forms[0].examples, at_once):
+            stop = min(start + at_once, forms[0].examples)
+            coordinates = sum(rotated_gradients(form, *bases, shape, start, stop) for form in forms)
+            found.append((coordinates.square() * weights).flatten(1).sum(dim=1))  # type: ignore[union-attr]
+        return torch.cat(found)
+
+
+def _rotated_back(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:  # (q, r, s)
+    matrix = matrix if left is None else left.to(matrix.dtype) @ matrix
+    return matrix if right is None else matrix @ right.to(matrix.dtype).T
