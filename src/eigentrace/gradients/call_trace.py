@@ -7,8 +7,10 @@ equal hashes treat their examples alike, so a check of one of them covers the ot
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +21,14 @@ READ_ONE = frozenset(
         *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__"),
     }
 )
-READ_MANY = frozenset({"tolist", "numpy", "__array__", "__dlpack__", "untyped_storage"})
+CUDA_ARRAY = "__cuda_array_interface__"
+READ_MANY = frozenset(
+    {
+        *("tolist", "numpy", "__array__", "__dlpack__", CUDA_ARRAY, "untyped_storage", "data_ptr"),
+        *("__format__", "__repr__"),  # as text
+        *("apply_", "map_", "map2_"),  # by a function of Python that is called with every value
+    }
+)
 READING = READ_ONE | READ_MANY
 # Functions whose output has a length that depends on values, which Python can read from its shape.
 _MEASURING = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"})
@@ -40,7 +49,14 @@ _MOVING = frozenset(
     }
 )
 # Functions that make tensors of values of Python.
-_CREATING = frozenset({"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack", "new_tensor"})
+_CREATING = frozenset(
+    {
+        *("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack", "new_tensor"),
+        "__array_wrap__",  # the result of a function of NumPy
+    }
+)
+# Numbers that leave out what they multiply or divide, next to numbers between them.
+_SMALL, _LARGE = 1e-6, 1e6
 _JOINING = frozenset({"cat", "concat", "concatenate", "hstack", "vstack", "row_stack", "column_stack"})
 
 
@@ -67,8 +83,9 @@ class CallTrace:
         """Add one call, and number its outputs, so that later calls on them can be told apart."""
         if self._hash is not None:
             self._hash.update(repr((name, *self._described(name, args, kwargs))).encode())
-            if name in _CREATING and isinstance(output, Tensor) and output.numel() > 1:  # it may be a permutation
-                self._hash.update(_content(output).encode())
+            if name in _CREATING and isinstance(output, Tensor) and output.numel():  # it may be a permutation
+                described = _content(output) if output.numel() > 1 else repr(_kind(output.item()))
+                self._hash.update(described.encode())
         elif name in READING or name in _MEASURING or (name == "__getitem__" and _is_mask(args[1])):
             self._hash = hashlib.blake2b(digest_size=16)
         self._calls += 1
@@ -83,7 +100,11 @@ class CallTrace:
     def _described(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Any]:
         values = (*args, *kwargs.values())
         if name not in _MOVING:
-            yield from (_number_of(t) for t in _flat(values) if isinstance(t, Tensor))
+            for value in _flat(values):
+                if isinstance(value, Tensor):
+                    yield _number_of(value)
+                elif isinstance(value, Number | np.bool_):  # it may be the weight of an example
+                    yield _kind(value)
             return
         if name in ("__getitem__", "__setitem__"):
             yield _number_of(args[0])
@@ -113,7 +134,7 @@ class CallTrace:
         """Describe an argument: a tensor by its number and, if it holds integers of Python, by its values."""
         if isinstance(value, Tensor):
             return _number_of(value), self._values(value)
-        return None if isinstance(value, float) else value if isinstance(value, int | str) else repr(value)
+        return _kind(value) if isinstance(value, float) else value if isinstance(value, int | str) else repr(value)
 
     def _values(self, tensor: Tensor) -> str | None:
         if tensor.is_floating_point() or tensor.is_complex():
@@ -135,6 +156,12 @@ class CallTrace:
 def _content(tensor: Tensor) -> str:
     whole = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.blake2b(whole.numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def _kind(number: Any) -> Any:
+    """Describe a number of Python: does it leave out what it multiplies, or keep it as it is? Others vary freely."""
+    size = abs(number)
+    return number if size in (0, 1) else "small" if size < _SMALL else "large" if size > _LARGE else None
 
 
 def _number(tensor: Tensor, number: tuple[int, int]) -> None:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from eigentrace.gradients.call_trace import CallTrace
+from eigentrace.gradients.dependence import Dependence, tensors_in
 from eigentrace.gradients.layer_gradients import Direct, LayerGradients, OnDemand
 from eigentrace.gradients.outer_products import Outer
 from eigentrace.gradients.rules import Call
-from eigentrace.gradients.watch import Dependence, Key, Visit, Watch, Watched, marked, tensors_in
+from eigentrace.gradients.watch import Key, Visit, Watch, Watched, marked
 
 # Functions whose rules do not use their other input, which may therefore be modified in place afterwards.
 _INPUT_UNUSED = frozenset({"add", "add_", "__iadd__", "__radd__", "sub", "sub_", "expand", "repeat", "where"})

@@ -3,14 +3,13 @@
 Functions are watched rather than modules, which covers tied weights, functional calls, adapters and bare parameters.
 Tensors computed from parameters alone (a cast, a slice, a transposed view, `1 + weight`) are watched in turn.
 
-Tensors are marked with how they depend on the batch. A rule relies on the examples being at the positions found while
-planning, which no longer holds after a selection that depends on values of the batch (a mask, a sort by length, a
-router).
+Tensors are marked with how they depend on the batch (`eigentrace.gradients.dependence`). A rule relies on the examples
+being at the positions found while planning, which no longer holds after a selection that depends on values of the batch
+(a mask, a sort by length, a router).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -20,112 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from eigentrace.data.batch import map_tensors
-from eigentrace.gradients.call_trace import READING, CallTrace
+from eigentrace.gradients.call_trace import CUDA_ARRAY, READING, CallTrace
+from eigentrace.gradients.dependence import Dependence, dependence_of, mark, propagate, tensors_in
 from eigentrace.gradients.rules import RULES, Call, Uses
-
-
-class Dependence(IntEnum):
-    """How a tensor depends on the batch."""
-
-    NONE = 0
-    """Not at all."""
-    IN_PLACE = 1
-    """It does, with the examples at their positions."""
-    MOVED = 2
-    """It does, and examples may have been moved or selected by values of the batch."""
-
-
-# Functions that move examples, or parts of them, along one dimension, with the position of the `dim` argument.
-_BY_DIM = {
-    "gather": 1,
-    "take_along_dim": 2,
-    "sort": 1,
-    "topk": 2,
-}
-# Functions that may move examples along any dimension.
-_EVERYWHERE = frozenset(
-    {
-        "masked_select",
-        "take",
-        "repeat_interleave",
-        "_pack_padded_sequence",
-        "split_with_sizes",
-    }
-)
-
-
-# Functions that write into selected positions. Selected examples return to their positions; others are moved.
-_WRITE = frozenset(
-    {
-        *("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "index_add", "index_add_"),
-        *("index_copy", "index_copy_", "masked_scatter", "masked_scatter_", "index_put", "index_put_", "__setitem__"),
-    }
-)
-
-
-def dependence_of(tensor: Tensor) -> Dependence:
-    """Return how a tensor is marked; unmarked ones do not depend on the batch."""
-    return getattr(tensor, "_eigentrace", Dependence.NONE)
-
-
-def mark(tensor: Tensor, dependence: Dependence) -> None:
-    """Set the dependence of a tensor, as an attribute, which lives no longer than the tensor."""
-    tensor._eigentrace = dependence  # type: ignore[attr-defined]
-
-
-def propagate(func: Callable, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
-    """Mark the outputs of a function according to its inputs."""
-    inputs = list(tensors_in(args, kwargs))
-    dependence = max((dependence_of(t) for t in inputs), default=Dependence.NONE)
-    if dependence is Dependence.NONE:
-        return
-    if func.__name__ in _WRITE:
-        base, *others = inputs
-        written = max((dependence_of(t) for t in others if t.is_floating_point()), default=Dependence.NONE)
-        moved = written is Dependence.IN_PLACE and any(dependence_of(t) for t in others if not t.is_floating_point())
-        dependence = Dependence.MOVED if moved or dependence_of(base) is Dependence.MOVED else Dependence.IN_PLACE
-        mark(base, max(dependence, dependence_of(base)))
-    elif dependence is Dependence.IN_PLACE and _moves(func.__name__, args, kwargs):
-        dependence = Dependence.MOVED
-    for result in tensors_in((output,)):
-        if not any(result is t for t in inputs) or dependence is Dependence.MOVED:
-            mark(result, dependence)
-
-
-def _moves(name: str, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function may move or select examples by values of the batch."""
-    if not args or not isinstance(args[0], Tensor) or dependence_of(args[0]) is Dependence.NONE:
-        return False  # a lookup table, not examples
-    if name in _BY_DIM:
-        position = _BY_DIM[name]
-        dim = args[position] if len(args) > position else kwargs.get("dim", -1)
-        return dim in (0, -args[0].ndim)
-    if name == "__getitem__":
-        return _selects_by_values(args[1])
-    if name == "index_select":
-        return any(dependence_of(t) for t in tensors_in(args[1:], kwargs))
-    sizes = args[1] if len(args) > 1 else kwargs.get("split_size_or_sections")
-    return name in _EVERYWHERE or (name == "split" and isinstance(sizes, list | tuple))
-
-
-def _selects_by_values(index: Any) -> bool:
-    """Return whether an index selects examples by values of the batch.
-
-    The first tensor of the index decides: `x[arange(B), last]` only selects within each example.
-    """
-    items = index if isinstance(index, tuple) else (index,)
-    first = next((item for item in items if isinstance(item, Tensor) and item.ndim > 0), None)
-    return first is not None and dependence_of(first) is not Dependence.NONE
-
-
-def tensors_in(args: Any, kwargs: Mapping[str, Any] | None = None) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments or outputs of a function, including those in lists and tuples."""
-    for value in (*args, *(kwargs or {}).values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from (item for item in value if isinstance(item, Tensor))
-
 
 # Functions that autocast runs in the smaller type: casting their input here keeps one copy of it instead of two.
 _CAST = frozenset({"linear", "matmul", "mm", "__matmul__", "addmm", "conv1d", "conv2d", "conv3d"})
@@ -271,12 +167,13 @@ class Watch(TorchFunctionMode):
                 output = self._call(func, args, kwargs)
         else:
             output = self._call(func, args, kwargs)
-        propagate(func, args, kwargs, output)
+        propagate(func, args, kwargs, output, None if self.trace is None else self.trace.size)
+        name = CUDA_ARRAY if func == Tensor.__cuda_array_interface__.__get__ else func.__name__
         if self.trace is not None:
-            self.trace.note(func.__name__, args, kwargs, output)
-        if func.__name__ in READING and any(dependence_of(t) for t in tensors_in(args)):
-            self.read.add(func.__name__)
-        if func.__name__ == "requires_grad_":
+            self.trace.note(name, args, kwargs, output)
+        if name in READING and any(dependence_of(t) for t in tensors_in(args)):
+            self.read.add(name)
+        if name == "requires_grad_":
             self.ends.append(output)
         return output
 

@@ -42,6 +42,7 @@ def prepared(model: nn.Module) -> Iterator[None]:
       separate operations.
     - What the user's functions compute under `torch.no_grad()` is constant in forward mode too, which ignores it.
     - Assigning to the `data` of a tensor inside of a transform can cause a segmentation fault: see `_guarded_data`.
+    - The text of a tensor inside of a transform does not show its numbers: see `_guarded_text`.
     - Activation checkpointing is disabled: the backward pass would recompute a block outside of the transforms of the
       forward pass, at the model's own parameters.
     - The global random state is restored, even if a data loader or dropout drew from it.
@@ -65,6 +66,7 @@ def prepared(model: nn.Module) -> Iterator[None]:
         stack.enter_context(_no_checkpointing())
         stack.enter_context(_constant_under_no_grad())
         stack.enter_context(_guarded_data(model))
+        stack.enter_context(_guarded_text())
         stack.enter_context(_no_fused_weight_norm())
         stack.enter_context(_no_fused_encoder())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -353,6 +355,30 @@ def _guarded_data(model: nn.Module) -> Iterator[None]:
             del torch.Tensor.data
         else:
             torch.Tensor.data = found
+
+
+@contextmanager
+def _guarded_text() -> Iterator[None]:
+    """Raise UnsupportedError if the user's functions ask for the text of a tensor inside a transform (grad, vmap, jvp).
+
+    It would describe the transform, and a model that reads numbers from texts would find others. Another engine, which
+    uses no transform, shows the text that training shows.
+    """
+    own = torch.Tensor.__repr__
+
+    def shown(tensor: Tensor, **options: Any) -> str:
+        if _IN_FUNCTION.get() and _is_transformed(tensor):
+            raise UnsupportedError(
+                "the model uses the text of a tensor (str, repr, print), which torch cannot transform"
+            )
+        return own(tensor, **options)
+
+    shown.__name__ = own.__name__  # by which modes for torch functions know it
+    torch.Tensor.__repr__ = shown  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.__repr__ = own  # type: ignore[method-assign, assignment]
 
 
 def _is_transformed(tensor: Tensor) -> bool:
