@@ -45,6 +45,7 @@ SAME_FILE_NAME = {
 }
 # Names of other packages that are not public, and why each is used.
 PRIVATE = {
+    "_post_accumulate_grad_hooks": "how a parameter shows that it has hooks that cannot be called without effects",
     "_orig_mod": "the model inside of what torch.compile returns",
     "_checkpoint_without_reentrant_generator": "how a frame of torch's checkpointing is recognised",
     "_pack_padded_sequence": "the function by which packing shows itself to a function mode",

@@ -1,18 +1,30 @@
 """Models whose parameters are used in ways that replacing module attributes does not reach, and eval() with effects."""
 
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import eigentrace as et
-from eigentrace.errors import TaskError, UnsupportedError
-from tests.helpers.expecting import refused
+from eigentrace.errors import EigentraceWarning, TaskError, UnsupportedError
+from eigentrace.projection import Job
+from eigentrace.projection.choose import preferred
+from eigentrace.projection.forward import CheckedForward
+from eigentrace.projection.reverse import one_by_one
+from tests.helpers.checking import run, some_directions
+from tests.helpers.expecting import refused, warned
 
 
-def data(size=24, width=4):
+def examples(size=24, width=4):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(size, width, generator=generator)
-    return et.Data(torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
+    return torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def data():
+    return et.Data(examples(), batch_size=8)
 
 
 def fit(model, **options):
@@ -89,6 +101,121 @@ def test_copies_of_a_task_in_the_type_of_their_data():
     doubles = et.Data(torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
     task = et.classification(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))).double()
     assert et.TracIn().fit(task, doubles).self_influence(doubles).isfinite().all()
+
+
+class Plain(nn.Module):
+    """A network whose hidden numbers may get a hook in each pass."""
+
+    def __init__(self, hidden_hook=None):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)
+        self.hidden_hook = hidden_hook
+
+    def forward(self, x):
+        h = self.middle(self.first(x))
+        if self.hidden_hook is not None and h.requires_grad:
+            h.register_hook(self.hidden_hook)
+        return self.last(h)
+
+
+def hooked(where, change):
+    """A network in which the gradient of the hidden numbers is changed."""
+    model = Plain(change if where == "tensor" else None)
+    if where == "module":
+        model.middle.register_full_backward_hook(lambda module, inner, outer: (change(inner[0]),))
+    elif where == "module, before":
+        model.middle.register_full_backward_pre_hook(lambda module, outer: (change(outer[0]),))
+    return model
+
+
+def trained_gradients(model):
+    """What training accumulates for each example alone."""
+    rows = []
+    for x, y in examples():
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x[None]), y[None]).backward()
+        rows.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    model.zero_grad()
+    return torch.stack(rows)
+
+
+WHERE = ["module", "module, before", "tensor"]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_factors_in_the_backward_pass_are_those_of_training(where):
+    model = hooked(where, lambda gradient: -0.5 * gradient)
+    expected = trained_gradients(model).square().sum(1)
+    torch.testing.assert_close(torch.as_tensor(fit(model).self_influence(data())).float(), expected)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_forward_mode_is_not_used_where_a_hook_changes_gradients(where):
+    model = hooked(where, lambda gradient: -0.5 * gradient)
+    task, batch = et.classification(model), examples().tensors
+    with task.session():
+        job = Job(task, task.losses, some_directions(task.layout))
+        expected = one_by_one(job, batch, 24).features
+        with refused(UnsupportedError, "hook"):
+            CheckedForward()(job, batch, 24)
+        (forward_only,) = preferred(replace(job, compute=et.Compute(engine="forward")))
+        with refused(UnsupportedError, "forward"):
+            forward_only(job, batch, 24)
+    found = run(task, [batch], job.directions, norms=False, compute=et.Compute(engine="auto"))[0]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda g: g / g.norm(), lambda g: g.clamp(-0.01, 0.01), torch.sign], ids=["norm", "limit", "sign"]
+)
+@pytest.mark.parametrize("where", WHERE)
+def test_a_hook_that_depends_on_the_other_examples_is_named(where, change):
+    with refused(TaskError, "first.weight", "hook"):
+        fit(hooked(where, change))
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_hooks_that_only_look_are_allowed(where):
+    def look(gradient):
+        seen.append(gradient.norm())
+        return gradient
+
+    seen = []
+    model = hooked(where, look)
+    expected = trained_gradients(model).square().sum(1)
+    seen.clear()
+    torch.testing.assert_close(torch.as_tensor(fit(model).self_influence(data())).float(), expected)
+    assert seen
+
+
+def masked(parameter):
+    parameter.grad[2:] = 0
+
+
+def removed(parameter):
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("change", [masked, removed])
+def test_hooks_after_accumulation_are_named_and_not_called(change):
+    def hook(parameter):
+        calls.append(parameter)
+        change(parameter)
+
+    calls = []
+    model = Plain()
+    handle = model.first.weight.register_post_accumulate_grad_hook(hook)
+    model.first.weight.grad = torch.ones(5, 4)
+    with warned(EigentraceWarning, "first.weight", "register_post_accumulate_grad_hook"):
+        fit(model)
+    assert not calls
+    assert torch.equal(model.first.weight.grad, torch.ones(5, 4))
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == ["first.weight"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EigentraceWarning)
+        fit(model, params="last.*")
+        handle.remove()
+        fit(model)
 
 
 @pytest.mark.parametrize("kind", [InList, InClosure, Shared, Hooked])

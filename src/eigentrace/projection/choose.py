@@ -14,7 +14,7 @@ from eigentrace.data.batch import is_per_example, select, tensors_of
 from eigentrace.errors import MemoryLimitError, NumericalError, TaskError, UnsupportedError
 from eigentrace.progress import track
 from eigentrace.projection.engine import Engine, Job, Projection, joined
-from eigentrace.projection.forward import forward
+from eigentrace.projection.forward import CheckedForward
 from eigentrace.projection.layerwise import Layerwise
 from eigentrace.projection.reverse import one_by_one, single_gradients, vmapped, vmapped_gradients
 from eigentrace.projection.streamed import placed
@@ -131,7 +131,7 @@ def preferred(job: Job) -> tuple[Engine, ...]:
                 "Compute(engine='forward') computes no gradient norms, which normalize='gradient' and scores by whole "
                 "gradients need. Use Compute(engine='auto'), 'layerwise' or 'reverse'."
             )
-        return (forward,)
+        return (CheckedForward(),)
     if job.compute.engine == "reverse":
         return (vmapped, one_by_one)
     layerwise = Layerwise(lambda rest: InTurn(_without_rules(rest)))
@@ -152,8 +152,8 @@ def _without_rules(job: Job) -> tuple[Engine, ...]:
         return (vmapped, one_by_one)
     slowdown = max(1.0, _FULL_BATCH / job.vectors_at_once)
     if _GRADIENT_COST * slowdown <= _JVP_COST * job.directions.count:
-        return (vmapped, forward, one_by_one)
-    return (forward, vmapped, one_by_one)
+        return (vmapped, CheckedForward(), one_by_one)
+    return (CheckedForward(), vmapped, one_by_one)
 
 
 def fitting_batch(job: Job, data: Data) -> int | None:

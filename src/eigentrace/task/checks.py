@@ -13,6 +13,7 @@ from eigentrace.errors import (
     DataError,
     DeterminismError,
     EigentraceError,
+    EigentraceWarning,
     MemoryLimitError,
     MismatchError,
     NumericalError,
@@ -30,6 +31,8 @@ from eigentrace.task.task import Task
 
 # Number of examples that the loss is tested on.
 _LOOKED_AT = 8
+# Relative difference by which a gradient may change if its batch is differentiated in groups, by rounding in bfloat16.
+_GROUPS_TOL = 0.1
 # Maximum number of examples of a batch in which losses are compared in other company.
 _COMPARED = 32
 # Number of examples in which shorter ones are looked for.
@@ -49,6 +52,7 @@ def check_task(task: Task, data: Data) -> LossFingerprint:
             "augments or shuffles at random. Pass the examples without shuffling and random transforms."
         )
     _check_modules(task)
+    _warn_about_accumulation_hooks(task)
     batch = task.place(first.values)
     try:
         if not task.is_own:
@@ -329,20 +333,13 @@ def _check_own_gradient(task: Task, batch: Any) -> None:
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
-        with torch.enable_grad():
-            expected = backward(task.own_losses(batch).sum(), params)
+        expected, in_groups = _ordinary_gradients(task, batch, params)
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-    found = gradient(task, task.params, batch)
     # The gradient of a parameter without effect, such as a bias before a softmax over keys, is rounding alone.
-    least = 1e-2 * max(float(part.norm()) for part in (*expected.values(), *found.values()))
-    gaps = {
-        name: float((found[name] - part).norm()) / max(float(part.norm()), float(found[name].norm()), least)
-        for name, part in expected.items()
-        if least > 0
-    }
-    wrong = {name: gap for name, gap in gaps.items() if gap > SAME_TOL[precision_of(task)]}
+    gaps = _gaps(expected, gradient(task, task.params, batch), 1e-2)
+    wrong = {name: gap for name, gap in gaps.items() if not gap <= SAME_TOL[precision_of(task)]}
     if wrong:
         worst = max(wrong, key=lambda name: wrong[name])
         raise TaskError(
@@ -351,4 +348,58 @@ def _check_own_gradient(task: Task, batch: Any) -> None:
             "does not reach (kept in a list, a closure or a module that is not registered), or a hook changes its "
             "gradient. Use the registered attribute (nn.ModuleList, nn.ParameterList), remove the hook, or leave the "
             "parameter out (params=...)."
+        )
+    gaps = _gaps(expected, in_groups, 0.1)
+    mixed = {name: gap for name, gap in gaps.items() if not gap <= _GROUPS_TOL}
+    if mixed:
+        worst = max(mixed, key=lambda name: mixed[name])
+        raise TaskError(
+            f"The gradient of {some(list(mixed))} is not a sum over examples: that of {worst!r} differs by "
+            f"{mixed[worst]:.0%} if a batch is differentiated in two parts, one of them halved. Remove the hook or the "
+            "backward function of your own that divides by a norm or limits values, or leave the parameters out that "
+            "come before it (params=...)."
+        )
+
+
+def _ordinary_gradients(
+    task: Task, batch: Any, params: dict[str, nn.Parameter]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Differentiate the summed loss of the model as it is, and again as the sum of two groups of examples.
+
+    One of the groups is halved on the way, which makes no difference to the sum, unless a hook divides by a norm or
+    limits values, so that the gradient of an example depends on the others and on the scale of the loss.
+    """
+    with torch.enable_grad():
+        losses = task.own_losses(batch)
+        whole = backward(losses.sum(), params, retain_graph=True)
+        found = backward(losses[::2].sum() / 2, params, retain_graph=True)
+        found = {name: 2 * part for name, part in found.items()}
+        if len(losses) > 1:
+            others = backward(losses[1::2].sum(), params)
+            found = {name: part + others[name] for name, part in found.items()}
+    return whole, found
+
+
+def _gaps(a: dict[str, Tensor], b: dict[str, Tensor], share: float) -> dict[str, float]:
+    """Return the difference of each gradient, relative to its norm or to a share of the largest norm of all."""
+    least = share * max(float(part.norm()) for part in (*a.values(), *b.values()))
+    return {
+        name: float((part - b[name]).norm()) / max(float(part.norm()), float(b[name].norm()), least)
+        for name, part in a.items()
+        if least > 0
+    }
+
+
+def _warn_about_accumulation_hooks(task: Task) -> None:
+    """Warn about hooks after accumulation: calling them could step an optimizer, so their effect is not known."""
+    own = dict(task.model.named_parameters())
+    hooked = [name for name in task.params if getattr(own[name], "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        warnings.warn(
+            f"Hooks run after the gradients of {some(hooked)} were accumulated (register_post_accumulate_grad_hook). "
+            "eigentrace does not call them, because they may step an optimizer. If they change gradients, such as by a "
+            "mask, scores are not for what training sees: multiply by the mask in forward, or leave these parameters "
+            "out (params=...). If they do not, ignore this warning, or remove the hooks.",
+            EigentraceWarning,
+            stacklevel=5,
         )
