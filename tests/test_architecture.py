@@ -51,6 +51,17 @@ PRIVATE = {
     "_pack_padded_sequence": "the function by which packing shows itself to a function mode",
     "_allow_non_fake_inputs": "make_fx meets the constants of a model",
     "_valid_processor_keys": "an image processor's record of its keys, which is no setting",
+    **dict.fromkeys(
+        ("_C", "_set_grad_enabled", "_set_fwd_grad_enabled", "_is_fwd_grad_enabled"),
+        "every form of disabling gradients ends there, and forward mode is disabled with them",
+    ),
+    "_engine_run_backward": "every gradient that a loss computes, and whether it has a graph",
+    "_current_level": "whether forward mode is in use",
+    "_functorch": "which of its transforms disables gradients, and how many are nested",
+    **dict.fromkeys(
+        ("_get_current_function_mode_stack", "_push_mode", "_pop_mode", "_device"),
+        "a function mode goes below those of the user, and above that of a device",
+    ),
     "_version": "how often a tensor was modified in place",
     "_weight_norm": "torch's fused weight norm, which is written out while a model is differentiated",
     **dict.fromkeys(("_eigentrace", "_eigentrace_number"), "our own marks on tensors that depend on numbers read"),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import grad, jvp, vjp
 
+from eigentrace.data.batch import map_tensors
 from eigentrace.errors import UnsupportedError
 from eigentrace.task.autocast import SeenCasts
 from eigentrace.task.derivatives import backward, leaves_of
@@ -96,7 +97,7 @@ def gauss_newton_forward(task: Task, values: Values, tangents: Values, batch: An
         return task.outputs(p, batch)
 
     outputs, pull_back = vjp(outputs_at, values)[:2]
-    pushed = jvp(outputs_at, (values,), (tangents,))[1]
+    pushed = map_tensors(Tensor.detach, jvp(outputs_at, (values,), (tangents,))[1])
     return pull_back(_output_hessian(task, outputs, pushed, batch))[0]
 
 

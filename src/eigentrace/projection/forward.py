@@ -75,7 +75,8 @@ def _push(job: Job, tangents: Tensor, batch: Any) -> Tensor:  # (k, P) -> (k, B)
     task = job.task
 
     def one(tangent: Tensor) -> Tensor:
-        return jvp(lambda p: job.function(p, batch), (task.params,), (task.layout.unflatten(tangent),))[1]
+        found = jvp(lambda p: job.function(p, batch), (task.params,), (task.layout.unflatten(tangent),))[1]
+        return found.detach()  # from the graph of tensors that the user's function holds, such as another model's
 
     if len(tangents) > 1:
         try:

@@ -298,7 +298,8 @@ def _check_gradient(task: Task, batch: Any, losses: Tensor) -> None:
     except RuntimeError as error:
         raise TaskError(
             f"The loss cannot be differentiated: {error} | If this names an in-place operation, replace it "
-            "(inplace=False); if it names a sparse gradient, use sparse=False."
+            "(inplace=False); if it names a sparse gradient, use sparse=False; if it names inference tensors, stop "
+            "gradients by .detach() or torch.no_grad(), not by torch.inference_mode()."
         ) from error
     bad = [name for name, part in found.items() if not part.isfinite().all()]
     if bad:

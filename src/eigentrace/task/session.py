@@ -4,26 +4,21 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from traceback import walk_tb
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from eigentrace.data.batch import map_tensors
-from eigentrace.errors import InputError, TaskError, UnsupportedError
+from eigentrace.errors import InputError, UnsupportedError
+from eigentrace.task.user_function import guarded_data, guarded_gradients, guarded_text
 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 # Names that torch.utils.checkpoint.checkpoint calls for either kind. Models import that function by name, so it cannot
 # be replaced itself.
 _CHECKPOINTING = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
-
-# Whether a function of the user is running, as opposed to eigentrace's own code around it.
-_IN_FUNCTION: ContextVar[bool] = ContextVar("in_function", default=False)
 
 
 @contextmanager
@@ -40,9 +35,11 @@ def prepared(model: nn.Module) -> Iterator[None]:
       it is constant in both.
     - Fused weight normalisation silently treats the norms as constant in its second derivative: it is replaced by
       separate operations.
-    - What the user's functions compute under `torch.no_grad()` is constant in forward mode too, which ignores it.
-    - Assigning to the `data` of a tensor inside of a transform can cause a segmentation fault: see `_guarded_data`.
-    - The text of a tensor inside of a transform does not show its numbers: see `_guarded_text`.
+    - What the user's functions compute while they disable gradients, or read from `tensor.data`, is constant in forward
+      mode too, which ignores the former: see `user_function`. So are gradients computed without `create_graph`.
+      `tensor.detach_()` in nested transforms is refused.
+    - Assigning to the `data` of a tensor inside of a transform can cause a segmentation fault: see `guarded_data`.
+    - The text of a tensor inside of a transform does not show its numbers: see `guarded_text`.
     - Activation checkpointing is disabled: the backward pass would recompute a block outside of the transforms of the
       forward pass, at the model's own parameters.
     - The global random state is restored, even if a data loader or dropout drew from it.
@@ -64,9 +61,9 @@ def prepared(model: nn.Module) -> Iterator[None]:
                 module.forward = _looked_up(module)  # type: ignore[method-assign]
         stack.enter_context(_constant_padding(model))
         stack.enter_context(_no_checkpointing())
-        stack.enter_context(_constant_under_no_grad())
-        stack.enter_context(_guarded_data(model))
-        stack.enter_context(_guarded_text())
+        stack.enter_context(guarded_data(model))
+        stack.enter_context(guarded_gradients())
+        stack.enter_context(guarded_text())
         stack.enter_context(_no_fused_weight_norm())
         stack.enter_context(_no_fused_encoder())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -86,16 +83,6 @@ def prepared(model: nn.Module) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="There is a performance drop")
         yield
-
-
-@contextmanager
-def user_function() -> Iterator[None]:
-    """Mark the code inside as the user's: in a session, results computed under `torch.no_grad()` are constants."""
-    token = _IN_FUNCTION.set(True)
-    try:
-        yield
-    finally:
-        _IN_FUNCTION.reset(token)
 
 
 def lookup_outside(model: nn.Module, error: IndexError) -> InputError | None:
@@ -272,130 +259,6 @@ def _no_checkpointing() -> Iterator[None]:
     finally:
         for name, own in found.items():
             setattr(checkpoint, name, own)
-
-
-class _ConstantResults(TorchFunctionMode):
-    """Detach the results of torch functions that run while gradients are disabled."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled() or any(result is argument for argument in args):
-            return result  # in-place functions return their input
-        return map_tensors(Tensor.detach, result)
-
-
-@contextmanager
-def _constant_under_no_grad() -> Iterator[None]:
-    """Treat what a user's function computes under `torch.no_grad()` as constant, as reverse mode does.
-
-    Forward mode ignores `torch.no_grad()`, but it respects `detach`.
-    """
-    blocks = (torch.no_grad, torch.set_grad_enabled)
-    own = [(block, block.__enter__, block.__exit__) for block in blocks]
-    modes: dict[int, _ConstantResults] = {}
-
-    def patch(block: Any, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
-        def entering(self: Any) -> Any:
-            found = enter(self)
-            if _IN_FUNCTION.get() and not torch.is_grad_enabled():
-                modes[id(self)] = _ConstantResults()
-                modes[id(self)].__enter__()
-            return found
-
-        def leaving(self: Any, *error: Any) -> Any:
-            mode = modes.pop(id(self), None)
-            if mode is not None:
-                mode.__exit__(*error)
-            return leave(self, *error)
-
-        block.__enter__, block.__exit__ = entering, leaving
-
-    try:
-        for found in own:
-            patch(*found)
-        yield
-    finally:
-        for block, enter, leave in own:
-            block.__enter__, block.__exit__ = enter, leave  # type: ignore[method-assign]
-
-
-@contextmanager
-def _guarded_data(model: nn.Module) -> Iterator[None]:
-    """Check assignments to `tensor.data` in the user's functions, where `module.to(dtype)` makes them too.
-
-    While the model is evaluated, its parameters are tensors of the task, which an assignment would change permanently.
-    If the function is transformed (grad, vmap, jvp), the assigned tensor is invalid after the transform, and its next
-    use is a segmentation fault. Assignments of equal values are skipped; others raise an error.
-    """
-    found = vars(torch.Tensor).get("data")  # a guard of a session around this one; torch has it in a base class
-    own: Any = torch.Tensor.data
-
-    def assign(tensor: Tensor, value: Tensor) -> None:
-        if not _IN_FUNCTION.get() or not isinstance(value, Tensor):
-            own.__set__(tensor, value)
-            return
-        named = (*model.named_parameters(), *model.named_buffers())
-        name = next((name for name, held in named if held is tensor), None)
-        if name is None and (_is_transformed(tensor) or _is_transformed(value)):
-            raise UnsupportedError("the model assigns to the `data` of a tensor, which torch cannot transform")
-        if name is None:
-            own.__set__(tensor, value)
-        elif value is not tensor and not _same_numbers(value, tensor):
-            raise TaskError(
-                f"Evaluating the loss assigns other values to the data of {name!r}: {_form(value)} instead of "
-                f"{_form(tensor)}. Expected a loss that leaves the model as it is. Convert modules (`.to`, `.half`) "
-                "and constrain weights before passing the model, not in forward."
-            )
-
-    torch.Tensor.data = property(own.__get__, assign)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if found is None:
-            del torch.Tensor.data
-        else:
-            torch.Tensor.data = found
-
-
-@contextmanager
-def _guarded_text() -> Iterator[None]:
-    """Raise UnsupportedError if the user's functions ask for the text of a tensor inside a transform (grad, vmap, jvp).
-
-    It would describe the transform, and a model that reads numbers from texts would find others. Another engine, which
-    uses no transform, shows the text that training shows.
-    """
-    own = torch.Tensor.__repr__
-
-    def shown(tensor: Tensor, **options: Any) -> str:
-        if _IN_FUNCTION.get() and _is_transformed(tensor):
-            raise UnsupportedError(
-                "the model uses the text of a tensor (str, repr, print), which torch cannot transform"
-            )
-        return own(tensor, **options)
-
-    shown.__name__ = own.__name__  # by which modes for torch functions know it
-    torch.Tensor.__repr__ = shown  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.Tensor.__repr__ = own  # type: ignore[method-assign, assignment]
-
-
-def _is_transformed(tensor: Tensor) -> bool:
-    """Return whether a tensor belongs to a transform (grad, vmap, jvp) and therefore has no memory of its own."""
-    try:
-        tensor.data_ptr()
-    except RuntimeError:
-        return True
-    return False
-
-
-def _same_numbers(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and torch.equal(a, b)
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from eigentrace.errors import EigentraceWarning, MismatchError, TaskError
 from eigentrace.task.identity import LossFingerprint, WeightSums, fingerprint
 from eigentrace.task.layout import Layout
 from eigentrace.task.parameters import Coverage, Params, aliases_of, coverage_of, match_values, select_params
-from eigentrace.task.session import lookup_outside, prepared, user_function
+from eigentrace.task.session import lookup_outside, prepared
+from eigentrace.task.user_function import is_forward_mode, user_function
 
 ModelFunction = Callable[[nn.Module, Any], Any]
 Values = Mapping[str, Tensor]
@@ -217,7 +218,8 @@ class Task:
 
     def output_losses(self, outputs: Any, batch: Any) -> Tensor:  # (B,)
         """Return the per-example losses of the given outputs."""
-        return _per_example(self._output_loss(outputs, batch), "output_loss")  # type: ignore[misc]
+        with user_function():
+            return _per_example(self._output_loss(outputs, batch), "output_loss")  # type: ignore[misc]
 
     def place(self, batch: Any) -> Any:
         """Move a batch to the model's device, and convert it to the task's dtype."""
@@ -315,7 +317,11 @@ class Task:
         return other
 
     def _call(self, function: ModelFunction, values: Values, batch: Any) -> Any:
-        swapped = {f"model.{name}": value for name, value in (self._fixed | dict(values)).items()}
+        given = self._fixed | dict(values)
+        if is_forward_mode() and not torch.is_grad_enabled():
+            # The function runs with gradients enabled: other parameters would record a graph that nobody needs.
+            given = self.detached() | given
+        swapped = {f"model.{name}": value for name, value in given.items()}
         casting = torch.autocast(self.layout.device.type, torch.bfloat16, cache_enabled=False) if self._bf16 else None
         try:
             # Around the model only, as in training: backward passes use the types of the forward pass.
