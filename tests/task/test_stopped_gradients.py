@@ -458,6 +458,34 @@ class Changing(nn.Module):
         return self.b(self.a(x).tanh())
 
 
+def clamped(model):
+    model.a.weight.data.clamp_(-0.2, 0.2)
+
+
+def clamped_without_gradients(model):
+    torch.set_grad_enabled(False)
+    model.a.weight.clamp_(-0.2, 0.2)
+    torch.set_grad_enabled(True)
+
+
+def clamped_by_alias(model):
+    model.a.weight.detach().clamp_(-0.2, 0.2)
+
+
+def loaded(model):
+    model.a.load_state_dict({name: value.clamp(-0.2, 0.2) for name, value in model.a.state_dict().items()})
+
+
+@pytest.mark.parametrize("engine", ["forward", "reverse", "layerwise"])
+@pytest.mark.parametrize("change", [clamped, clamped_without_gradients, clamped_by_alias, loaded])
+def test_a_model_that_begins_to_change_itself_is_refused(change, engine):
+    model = Changing(change)
+    fitted = et.RandProj(keep=5).fit(et.classification(model), examples())
+    model.changes = True
+    with refused(TaskError, "a.weight"):
+        fitted.features(examples(), compute=et.Compute(engine=engine))
+
+
 def loaded_again(model):
     model.a.load_state_dict({name: value.detach().clone() for name, value in model.a.state_dict().items()})
 

@@ -32,12 +32,20 @@ class WeightSums:
     @staticmethod
     def of(model: nn.Module) -> "WeightSums":
         """Compute the sums of a model's current tensors."""
-        return WeightSums({name: _sums(tensor) for name, tensor in _tensors(model).items()})
+        return WeightSums.of_tensors(_tensors(model))
+
+    @staticmethod
+    def of_tensors(tensors: Mapping[str, Tensor]) -> "WeightSums":
+        """Compute the sums of tensors."""
+        return WeightSums({name: _sums(tensor) for name, tensor in tensors.items()})
+
+    def changed(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of tensors that are missing or have other sums."""
+        return [n for n, sums in self.sums.items() if n not in tensors or not _close(_sums(tensors[n]), sums)]
 
     def check(self, model: nn.Module) -> None:
         """Raise MismatchError if the model's tensors have changed."""
-        tensors = _tensors(model)
-        changed = [n for n, sums in self.sums.items() if n not in tensors or not _close(_sums(tensors[n]), sums)]
+        changed = self.changed(_tensors(model))
         if changed:
             raise MismatchError(
                 f"The model has changed since this fit was made ({len(changed)} of {len(self.sums)} tensors, first: "

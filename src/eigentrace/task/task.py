@@ -2,8 +2,8 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from eigentrace.data.batch import doubled, to_device, to_double
 from eigentrace.errors import EigentraceWarning, MismatchError, TaskError
 from eigentrace.task.identity import LossFingerprint, WeightSums, fingerprint
 from eigentrace.task.layout import Layout
-from eigentrace.task.parameters import Coverage, Params, aliases_of, coverage_of, match_values, select_params
+from eigentrace.task.parameters import Coverage, Params, aliases_of, coverage_of, match_values, select_params, some
 from eigentrace.task.session import lookup_outside, prepared
 from eigentrace.task.user_function import is_forward_mode, user_function
 
@@ -129,10 +129,25 @@ class Task:
         """Whether the values of the parameters are the model's own tensors."""
         return self._is_own
 
-    def session(self) -> AbstractContextManager[None]:
-        """Return a context manager with the model in eval mode and differentiable kernels; see `prepared`."""
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Run the model in eval mode with differentiable kernels; see `prepared`.
+
+        Raises:
+            MismatchError: If the model has changed since this task was made or pinned.
+            TaskError: If a parameter or buffer was written to inside.
+        """
         self.check_unchanged()
-        return prepared(self.model)
+        pinned = self._weight_sums if self._is_own else None
+        before = pinned or WeightSums.of_tensors(self.tensors())
+        with prepared(self.model):
+            yield
+        changed = before.changed(self.tensors())
+        if changed:
+            raise TaskError(
+                f"The model changed {some(changed)} while it was evaluated: expected a forward that leaves parameters "
+                "and buffers as they are. Write to a copy (.detach().clone()), and reload the model."
+            )
 
     def check_unchanged(self) -> None:
         """Raise MismatchError if the model has changed since this task was made or pinned."""
