@@ -33,13 +33,12 @@ def prepared(model: nn.Module) -> Iterator[None]:
     - `nn.EmbeddingBag` has neither: bags of equal length are computed by a lookup and a sum.
     - An embedding's padding row gets no gradient in reverse mode, as in training, but would get one in forward mode:
       it is constant in both.
-    - Fused weight normalisation silently treats the norms as constant in its second derivative: it is replaced by
-      separate operations.
+    - Fused weight normalisation treats norms as constant in its second derivative: separate operations replace it.
     - What the user's functions compute while they disable gradients, or read from `tensor.data`, is constant in forward
       mode too, which ignores the former: see `user_function`. So are gradients computed without `create_graph`.
       `tensor.detach_()` in nested transforms is refused.
-    - Assigning to the `data` of a tensor inside of a transform can cause a segmentation fault: see `guarded_data`.
-    - The text of a tensor inside of a transform does not show its numbers: see `guarded_text`.
+    - Inside of a transform, assigning to the `data` of a tensor can cause a segmentation fault, and its text does not
+      show its numbers: see `guarded_data` and `guarded_text`.
     - Activation checkpointing is disabled: the backward pass would recompute a block outside of the transforms of the
       forward pass, at the model's own parameters.
     - The global random state is restored, even if a data loader or dropout drew from it.
