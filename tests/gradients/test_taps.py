@@ -419,8 +419,9 @@ LATER = {
 @pytest.mark.parametrize("directions", [some_directions, none])
 @pytest.mark.parametrize("lengths", LATER)
 @pytest.mark.parametrize("sort", SORTS)
-def test_sorted_by_length_inside(request, sort, lengths, directions):
+def test_sorted_by_length_inside(request, sort, lengths, directions, monkeypatch):
     # As models do that pack sequences. Examples of equal length stay where they are, so planning may see nothing.
+    monkeypatch.setattr("eigentrace.projection.layerwise._AUDIT_SHARE", 0.0)  # audits at random depend on times
     if (sort, lengths) == ("by products and a sum", "in the third batch"):
         reason = "no index or matrix product to follow, and the third batch is audited by chance: docs/limitations.md"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
