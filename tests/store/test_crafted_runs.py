@@ -11,13 +11,18 @@ import subprocess
 import sys
 import zlib
 
+import numpy as np
 import pytest
 
 import eigentrace as et
+from eigentrace.disk import tensors
+from eigentrace.disk.blocks import BLOCK, block_sums
+from eigentrace.disk.bounded import check_regular
 from eigentrace.disk.manifest import MANIFEST
+from eigentrace.errors import MismatchError
 from eigentrace.numeric.hashing import hash_file
 from eigentrace.store.shards import MOST_ROWS
-from tests.helpers.expecting import expect_mentions
+from tests.helpers.expecting import expect_mentions, refused
 from tests.helpers.manifests import edit_manifest
 from tests.helpers.runs import data, fit
 
@@ -213,8 +218,7 @@ def test_a_sparse_shard_of_a_terabyte_is_refused(read, run, has_checksums, is_re
     os.truncate(file, size)
     if is_recorded:
         edit_record(run, lambda shards: shards[-1].update(bytes=size))
-    # `check` reads all of a file of the recorded size, in pieces, which takes long.
-    read(run, "refused", file, does_check=not is_recorded)
+    read(run, "refused", file)
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "columns.parquet", "table.parquet", "request.json", MANIFEST])
@@ -222,8 +226,54 @@ def test_a_sparse_file_of_a_terabyte_is_not_read_into_memory(read, run, name):
     (run / name).unlink()
     (run / name).touch()
     os.truncate(run / name, 1 << 40)
-    # `check` reads all of such a file, in pieces, which takes long.
-    read(run, "refused", run / name, does_check=False)
+    read(run, "refused", run / name)
+
+
+def sparse_shard(run, rows, names):
+    """Replace all shards by one whose header, checksums and record agree, and which is a hole otherwise."""
+    places, end = {"__metadata__": {"start": "0", "stop": str(rows)}}, 0
+    for name in names:
+        kind = "I64" if name == "digest" else "F32"
+        start, end = end, end + rows * (8 if kind == "I64" else 4)
+        places[name] = {"dtype": kind, "shape": [rows], "data_offsets": [start, end]}
+    head = tensors._with_checksums(places, end)
+    head = len(head).to_bytes(8, "little") + head
+    shutil.rmtree(run / "shards")
+    (run / "shards").mkdir()
+    file = run / "shards" / "000000000000.safetensors"
+    with file.open("wb") as out:
+        out.write(head)
+        # The checksum of a block of zeros is zero.
+        out.seek(len(head) + end)
+        out.write(block_sums(np.frombuffer(head, np.uint8)).tobytes())
+        out.truncate(len(head) + end + 8 * -(-(len(head) + end) // BLOCK))
+    entry = {"start": 0, "stop": rows, "bytes": file.stat().st_size, "sha256": "0" * 64}
+    edit_record(run, lambda shards: shards.__setitem__(slice(None), [entry]))
+    return file
+
+
+def test_a_consistent_shard_of_holes_is_refused(read, run):
+    """Nothing about it is wrong but that it takes 48 GB of memory and hardly a byte of the disk."""
+    rows = 1 << 32
+
+    def claim(manifest):
+        claim_without_columns(manifest, rows)
+        manifest["columns"] = ["loss", "self_influence"]
+
+    edit_manifest(run, claim)
+    file = sparse_shard(run, rows, ["loss", "self_influence", "digest"])
+    assert read(run, "refused", file).count("refused") >= 2
+
+
+def test_a_small_file_of_holes_and_a_large_one_that_is_held_are_read(tmp_path):
+    (tmp_path / "small").touch()
+    os.truncate(tmp_path / "small", 1 << 20)
+    (tmp_path / "held").write_bytes(bytes(1 << 27))
+    for name in ("small", "held"):
+        check_regular(tmp_path / name)
+    os.truncate(tmp_path / "held", 1 << 40)
+    with refused(MismatchError, tmp_path / "held", f"{1 << 40:,}", f"{1 << 27:,}"):
+        check_regular(tmp_path / "held")
 
 
 def test_a_mask_of_decisions_that_unpacks_to_much_is_refused(read, run):

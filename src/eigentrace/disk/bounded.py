@@ -1,5 +1,6 @@
-"""Read untrusted files: regular files only, with a limit on their size."""
+"""Read untrusted files: regular files only, without large holes, with a limit on their size."""
 
+import errno
 import json
 import os
 import stat
@@ -12,6 +13,10 @@ from eigentrace.errors import MismatchError
 
 # Maximum size of a JSON file in bytes, and of the nesting of its values. A run with 100,000 shards stays below.
 _JSON_BYTES, _JSON_DEPTH = 1 << 24, 64
+# A larger file must have at least this share of its bytes on the disk.
+_SPARSE, _SHARE = 1 << 26, 16
+# The unit of st_blocks.
+_UNIT = 512
 
 
 class Entries(dict[str, Any]):
@@ -30,7 +35,7 @@ class Entries(dict[str, Any]):
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; raise MismatchError for a device, a pipe or a directory, without waiting."""
+    """Open a regular file for reading; raise MismatchError for what `check_regular` refuses, without waiting."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         check_regular(path, os.fstat(handle))
@@ -42,13 +47,41 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_regular(path: Path, found: os.stat_result | None = None) -> None:
-    """Raise MismatchError if a path exists and is not a regular file, so that opening it cannot wait or never end."""
+    """Raise MismatchError if a path exists and is not a regular file, or is a large one that is almost only holes.
+
+    Opening any other file cannot wait, and reading it takes no more time and memory than its bytes on the disk justify:
+    a file of holes has any size, and takes no room.
+    """
     try:
-        mode = (found or path.stat()).st_mode
+        found = found or path.stat()
     except FileNotFoundError:
         return
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(found.st_mode):
         raise MismatchError(f"{path} is not a regular file. Remove it, or restore the file that belongs there.")
+    size = found.st_size
+    # Some file systems count no blocks, or few because they compress: then holes are looked for.
+    if size > _SPARSE and found.st_blocks * _UNIT * _SHARE < size and (held := _held(path, size)) * _SHARE < size:
+        raise MismatchError(
+            f"{path} has {size:,} bytes, of which only {held:,} are on the disk, expected at least one in {_SHARE}: "
+            "the rest are holes, which read as zeros. Restore the file from a copy, or remove it. If it is as it "
+            "should be, copy it with `cp --sparse=never`."
+        )
+
+
+def _held(path: Path, size: int) -> int:
+    """Return how many bytes of a file are outside of holes; counting ends when there are enough."""
+    handle, held, at = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), 0, 0
+    try:
+        while at < size and held * _SHARE < size:
+            start = os.lseek(handle, at, os.SEEK_DATA)
+            at = os.lseek(handle, start, os.SEEK_HOLE)
+            held += at - start
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # no data after this
+            return size
+    finally:
+        os.close(handle)
+    return held
 
 
 def read_json(path: Path, most: int = _JSON_BYTES) -> Any:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from eigentrace.disk.atomic import replacing
 from eigentrace.disk.blocks import damaged
-from eigentrace.disk.bounded import read_json
+from eigentrace.disk.bounded import check_regular, read_json
 from eigentrace.disk.lock import LOCK
 from eigentrace.disk.manifest import MANIFEST, manifest_text, read_manifest
 from eigentrace.disk.tensor_file import TensorFile, check_recorded
@@ -166,7 +166,10 @@ class Folder:
         if columns is not None:
             with replacing(self.columns_file) as partial:
                 pq.write_table(columns, partial, row_group_size=_GROUP_ROWS)
-        sums = {_FILES: {self._name(path): hash_file(path) for path in self.lasting()}}
+        lasting = self.lasting()
+        for path in lasting:
+            check_regular(path)
+        sums = {_FILES: {self._name(path): hash_file(path) for path in lasting}}
         sums |= {} if columns is None else {_BLOCKS: {USER_COLUMNS: checksums_of(self.columns_file)}}
         with replacing(self.manifest_file) as partial:
             partial.write_text(manifest_text({**manifest, **sums}))

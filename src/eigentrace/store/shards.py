@@ -11,7 +11,7 @@ import numpy as np
 
 from eigentrace.disk.atomic import replacing
 from eigentrace.disk.blocks import damaged
-from eigentrace.disk.bounded import read_json
+from eigentrace.disk.bounded import check_regular, read_json
 from eigentrace.disk.tensor_file import Header, TensorFile
 from eigentrace.disk.tensors import write_tensors
 from eigentrace.errors import EigentraceError, MismatchError, StorageError, UnsupportedError
@@ -208,8 +208,9 @@ def fault_of(path: Path, shard: Shard) -> str | None:
     if size != shard.bytes:
         return f"has {size:,} bytes, expected {shard.bytes:,}"
     try:
+        check_regular(path)
         found = hash_file(path)
-    except OSError as error:
+    except (MismatchError, OSError) as error:
         return f"cannot be read ({error})"
     return None if found == shard.sha256 else "has changed since it was written (its checksum differs)"
 
