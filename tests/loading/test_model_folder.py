@@ -399,3 +399,6 @@ def test_an_adapter_is_refused_with_the_name_of_its_base_model(home, tmp_path):
     lora.merge_and_unload().save_pretrained(tmp_path / "merged")
     transformers.AutoTokenizer.from_pretrained(home / "bert").save_pretrained(tmp_path / "merged")
     assert len(from_folder(tmp_path / "merged", home / "data.parquet", "text-classification").data) == ROWS
+    (tmp_path / "adapter" / "adapter_config.json").rename(tmp_path / "merged" / "adapter_config.json")
+    with refused(InputError, tmp_path / "merged", "adapter_config.json"):
+        from_folder(tmp_path / "merged", home / "data.parquet", "text-classification")

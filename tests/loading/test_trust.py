@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import sys
 import warnings
@@ -14,7 +15,7 @@ import transformers
 import eigentrace as et
 from eigentrace.errors import EigentraceWarning, InputError, MismatchError, UntrustedError
 from eigentrace.loading import make_inputs, show_of
-from eigentrace.loading.hugging_face import load_model
+from eigentrace.loading.hugging_face import check_files, load_model, stored_class_names
 from eigentrace.loading.trust import is_trusted, trust_run
 from eigentrace.page.one_file import write_report
 from eigentrace.page.subject import Subject
@@ -292,6 +293,55 @@ def test_a_kernel_that_a_model_folder_names_is_not_fetched(tmp_path, monkeypatch
     key = next(key for key in ("attribute_map", "_attn_implementation_internal", "_attn_implementation",
                                "attn_implementation") if f"'{key}'" in str(more))  # fmt: skip
     with refused(InputError, tmp_path / "model" / "config.json", key, "sdpa"):
+        load_model(tmp_path / "model", "text-classification")
+
+
+QUANTIZED = (
+    {"quantization_config": {"quant_method": "mxfp4"}},
+    {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    {"quantization_config": {}},
+    {"text_config": {"quantization_config": {"load_in_4bit": True}}},
+    {"compression_config": {"quant_method": "compressed-tensors"}},
+)
+
+
+@pytest.mark.parametrize("more", QUANTIZED, ids=str)
+def test_a_package_that_a_model_folder_names_for_its_weights_is_not_imported(tmp_path, monkeypatch, more):
+    tiny_bert(tmp_path / "model")
+    with_config(tmp_path / "model", more)
+    loader = transformers.AutoModelForSequenceClassification
+    monkeypatch.setattr(loader, "from_pretrained", lambda *_, **__: pytest.fail("transformers was asked"))
+    key = next(key for key in ("quantization_config", "compression_config") if key in str(more))
+    with refused(InputError, tmp_path / "model" / "config.json", key):
+        load_model(tmp_path / "model", "text-classification")
+
+
+def test_no_quantization_is_no_package(tmp_path):
+    tiny_bert(tmp_path / "model")
+    with_config(tmp_path / "model", {"quantization_config": None})
+    load_model(tmp_path / "model", "text-classification")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json", "parts/tokenizer.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_model_folder_with_a_pipe_or_a_device_is_refused_without_waiting(tmp_path, name, kind):
+    tiny_bert(tmp_path / "model")
+    file = tmp_path / "model" / name
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}[kind](file)
+    for act in (lambda: load_model(tmp_path / "model", "text-classification"), lambda: check_files(tmp_path / "model")):
+        with refused(MismatchError, file):
+            act()
+    assert stored_class_names(tmp_path / "model") is None
+
+
+@pytest.mark.parametrize("shard", ["../secret.safetensors", "/dev/zero", "a/b.safetensors"])
+def test_an_index_names_files_of_its_folder_only(tmp_path, shard):
+    tiny_bert(tmp_path / "model")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"a": shard}}))
+    with refused(InputError, index, shard):
         load_model(tmp_path / "model", "text-classification")
 
 

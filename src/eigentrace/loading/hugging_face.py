@@ -1,7 +1,6 @@
 """Loading of models and tokenizers from Hugging Face folders. Only this module and the callbacks use `transformers`."""
 
 import inspect
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -10,8 +9,8 @@ from typing import Any, Literal, get_args
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from eigentrace.disk.bounded import read_json
-from eigentrace.errors import InputError, TaskError, UnsupportedError
+from eigentrace.disk.bounded import check_regular, read_json
+from eigentrace.errors import InputError, MismatchError, TaskError, UnsupportedError
 from eigentrace.settings import short
 
 TaskName = Literal["text-classification", "image-classification", "seq2seq", "causal-lm"]
@@ -39,6 +38,11 @@ _ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementati
 _BUILT_IN = ("eager", "sdpa", "flex_attention", "paged|eager", "paged|sdpa")
 # This entry would give another name to the entries above.
 _RENAMING = "attribute_map"
+# Entries that make transformers import a package of the config's choice, or download kernels of the hub and run them,
+# for weights that cannot be differentiated anyway.
+_QUANTIZED = ("quantization_config", "compression_config")
+# Files of tokenizers and indices of weights may be larger than other JSON files.
+_JSON_BYTES = 1 << 30
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "spiece*", "sentencepiece*", "*.spm", "*.bpe*", "merges.txt")
 
 
@@ -49,14 +53,15 @@ def check_folder(folder: Path) -> None:
             f"There is no model folder {folder}. Pass a folder written by save_pretrained. Models of the hub must be "
             "downloaded first (`hf download NAME --local-dir FOLDER`)."
         )
+    # Beside a whole model too, it would be loaded by another package, which imports modules that it names.
+    if (folder / _ADAPTER).exists():
+        raise InputError(
+            f"{folder} contains an adapter ({_ADAPTER}) of the model {_base_model(folder)}, expected a whole model "
+            "only. Merge both and pass the folder of the result: PeftModel.from_pretrained(base, adapter)"
+            ".merge_and_unload().save_pretrained(folder), with the tokenizer saved there, too. To use the "
+            "parameters of the adapter only, create the task in a function (package.module:function)."
+        )
     if not (folder / "config.json").is_file():
-        if (folder / _ADAPTER).is_file():
-            raise InputError(
-                f"{folder} contains an adapter ({_ADAPTER}) of the model {_base_model(folder)}, not a whole model. "
-                "Merge both and pass the folder of the result: PeftModel.from_pretrained(base, adapter)"
-                ".merge_and_unload().save_pretrained(folder), with the tokenizer saved there, too. To use the "
-                "parameters of the adapter only, create the task in a function (package.module:function)."
-            )
         raise InputError(
             f"{folder} has no config.json, so it is not a Hugging Face model folder. Pass a folder written by "
             "save_pretrained, or create the task in a function (package.module:function)."
@@ -66,16 +71,16 @@ def check_folder(folder: Path) -> None:
 def _base_model(folder: Path) -> str:
     """Return the name of the model that an adapter belongs to, as recorded in its folder."""
     try:
-        name = json.loads((folder / _ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        name = read_json(folder / _ADAPTER).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
         name = None
-    return repr(name) if name else "(not recorded)"
+    return short(repr(name), 200) if name else "(not recorded)"
 
 
 def stored_class_names(folder: Path) -> tuple[str, ...] | None:
     """Return the names of classes 0, 1, 2, … in a model folder's config.json, or None."""
     try:
-        names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("id2label")
+        names = read_json(folder / "config.json").get("id2label")
         numbered = {int(number): str(name) for number, name in names.items()}
     except (OSError, ValueError, AttributeError):
         return None
@@ -88,7 +93,8 @@ def load_model(folder: Path, task: str) -> nn.Module:
     Weights are read only from safetensors files, because loading a pickle can run any code. Code in the folder is not
     run, nor is code that its config.json names.
     """
-    _check_attention(folder)
+    check_files(folder)
+    _check_config(folder)
     loader = getattr(_transformers(), _CLASSES[task])
     if not any(folder.glob("*.safetensors")) and (pickled := sorted(folder.glob("*.bin"))):
         raise InputError(
@@ -122,8 +128,31 @@ def load_model(folder: Path, task: str) -> nn.Module:
     return model.float()
 
 
-def _check_attention(folder: Path) -> None:
-    """Raise InputError if the folder's config.json names code that transformers would download and run."""
+def check_files(folder: Path) -> None:
+    """Raise MismatchError if a file of a model folder, or one that its indices name, is not regular or only holes.
+
+    transformers opens them without a check, and would wait for a pipe or read a device until the memory is full.
+    """
+    for file in (*folder.glob("*"), *folder.glob("*/*")):
+        if not file.is_dir():
+            check_regular(file)
+    for index in folder.glob("*.index.json"):
+        try:
+            shards = sorted({str(name) for name in read_json(index, _JSON_BYTES)["weight_map"].values()})
+        except MismatchError:
+            raise
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise InputError(f"{index} is damaged ({short(repr(error))}). Save the model again.") from None
+        for shard in shards:
+            if Path(shard).name != shard:
+                raise InputError(
+                    f"{index} names the weights {short(shard, 100)}, expected files of its folder. Save the model "
+                    "again."
+                )
+
+
+def _check_config(folder: Path) -> None:
+    """Raise InputError if the folder's config.json names code that transformers would import, or download and run."""
     file = folder / "config.json"
     try:
         found = list(_code_named(read_json(file)))
@@ -131,6 +160,12 @@ def _check_attention(folder: Path) -> None:
         raise InputError(f"{file} cannot be read: {error}. Pass a folder written by save_pretrained.") from None
     if found:
         key, value = found[0]
+        if key in _QUANTIZED:
+            raise InputError(
+                f"{file} has {key} = {short(repr(value), 100)}, expected no such entry: gradients need weights "
+                "that are not quantized, and reading these could run other code. Load the model without quantization "
+                "(model.dequantize()), and save it again."
+            )
         raise InputError(
             f"{file} has {key} = {short(repr(value), 100)}, expected {', '.join(_BUILT_IN)} or no such entry: "
             "transformers could download other code for it and run it. Remove the entry to load the model with the "
@@ -146,7 +181,7 @@ def _code_named(config: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(config, dict):
         return
     for key, value in config.items():
-        if key == _RENAMING:
+        if key == _RENAMING or (key in _QUANTIZED and value is not None):
             yield key, value
         elif key in _ATTENTION:
             chosen = value.values() if isinstance(value, dict) else [value]
@@ -185,11 +220,12 @@ def _is_bad(path: Path) -> bool:
     """Return whether a file has no JSON object, or no tensors."""
     try:
         if path.suffix == ".json":
-            return not isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+            return not isinstance(read_json(path, _JSON_BYTES), dict)
+        check_regular(path)
         with safe_open(path, "pt") as file:
             file.keys()
         return False
-    except (OSError, ValueError, RecursionError, SafetensorError):
+    except (OSError, ValueError, SafetensorError):
         return True
 
 
@@ -209,7 +245,7 @@ def _check_classes(folder: Path, config: Any) -> None:
 def _recorded_kind(folder: Path) -> tuple[str | None, list[str]]:
     """Return the model type and the names of the model's classes in a folder's config.json."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = read_json(folder / "config.json")
         return found.get("model_type"), [str(name) for name in found.get("architectures") or []]
     except (OSError, ValueError, AttributeError, TypeError):
         return None, []
@@ -220,6 +256,7 @@ def load_tokenizer(folder: Path, model: nn.Module) -> Any:
     if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
         # Recent releases of `transformers` create an empty tokenizer then, for which every word is unknown.
         raise InputError(f"There is no tokenizer in {folder}. Pass the folder of the tokenizer with tokenizer.")
+    check_files(folder)
     loader = _transformers().AutoTokenizer
     try:
         tokenizer = loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

@@ -1,7 +1,6 @@
 """Datasets of images, preprocessed to pixel values for a model. Only this module imports PIL."""
 
 import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from eigentrace.disk.bounded import check_regular, read_json
 from eigentrace.errors import DataError, InputError
 from eigentrace.formats.dataset_columns import is_text
 from eigentrace.formats.records import Records
@@ -100,8 +100,11 @@ def _opened(files: ImageDataset | Pictures, row: int, stored: Any, most: int | N
     data, path = _parts(stored)
     if data is None and path is None:
         raise DataError(f"Row {where} has no image in {files.column!r}.")
+    place = files.folder / str(path)
     try:
-        with pillow.Image.open(io.BytesIO(data) if data is not None else files.folder / str(path)) as opened:
+        if data is None:
+            check_regular(place)
+        with pillow.Image.open(place if data is None else io.BytesIO(data)) as opened:
             if most is not None:
                 opened.thumbnail((most, most))
             return pillow.ImageOps.exif_transpose(opened)
@@ -155,7 +158,7 @@ def preparation(folder: Path) -> Prepare:
             "image processor that the model was trained with in this folder (processor.save_pretrained)."
         )
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = read_json(path)
     except ValueError as error:
         raise InputError(f"{path} is damaged: {error}. Save the image processor again.") from None
     if not isinstance(settings, dict):
