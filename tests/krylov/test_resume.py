@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -417,6 +419,57 @@ def test_damage_is_refused_naming_the_file_and_the_directory(directory, pattern,
     with refused(MismatchError, file, *mentions) as caught:
         METHOD.fit(task_of(), data_of(), resume=directory)
     expect_mentions(str(caught.value).replace(str(file), ""), [directory])
+
+
+@pytest.mark.parametrize("pattern", ["vectors-*", "state*", "result*", "manifest*"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_file_is_refused_without_waiting(directory, pattern, kind):
+    (file,) = directory.glob(pattern)
+    file.unlink()
+    {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}[kind](file)
+    with refused(MismatchError, file):
+        METHOD.fit(task_of(), data_of(), resume=directory)
+    done = iteration.progress_of(directory)
+    assert (done is None) == (pattern in ("state*", "manifest*"))
+
+
+def forge(file, change):
+    """Change the state as somebody who can write it, with a checksum that fits."""
+    with safe_open(file, "pt") as held:
+        tensors = {name: held.get_tensor(name).clone() for name in held.keys()}  # noqa: SIM118
+        record = json.loads(held.metadata()["record"])
+    change(record, tensors)
+    text = json.dumps(record)
+    file.write_bytes(save(tensors, {"record": text, "checksum": iteration._hash(text, tensors)}))
+
+
+FORGED = {
+    "count of text": lambda record, _: record.update(count="6"),
+    "a large count": lambda record, _: record.update(count=10**30),
+    "a negative size": lambda record, _: record.update(size=-1),
+    "a large size": lambda record, _: record.update(size=10**9, count=10**9),
+    "no count": lambda record, _: record.pop("count"),
+    "one more entry": lambda record, _: record.update(more=1),
+    "an unknown ending": lambda record, _: record.update(ending="never"),
+    "an ending of a list": lambda record, _: record.update(ending=[1]),
+    "restarts of text": lambda record, _: record.update(restarts="../../x"),
+    "beta of text": lambda record, _: record.update(beta="x"),
+    "checksums of a number": lambda record, _: record.update(checksums=3),
+    "checksums of texts": lambda record, _: record.update(checksums=["a"] * len(record["checksums"])),
+    "no projected": lambda _, tensors: tensors.pop("projected"),
+    "projected of one number": lambda _, tensors: tensors.update(projected=torch.zeros(1)),
+    "a wrong generator": lambda _, tensors: tensors.update(generator=torch.zeros(3)),
+    "zeros as generator": lambda _, tensors: tensors.update(generator=torch.zeros_like(tensors["generator"])),
+    "one more tensor": lambda _, tensors: tensors.update(more=torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_state_is_refused(directory, name):
+    (file,) = directory.glob("state*")
+    forge(file, FORGED[name])
+    with refused(MismatchError, file):
+        METHOD.fit(task_of(), data_of(), resume=directory)
 
 
 def test_part_of_a_vector_beyond_those_that_count_is_written_over(run, tmp_path):

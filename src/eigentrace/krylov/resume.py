@@ -22,6 +22,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from eigentrace.disk.atomic import replacing, storage_error, sweep, sync
+from eigentrace.disk.bounded import check_regular, open_regular, parsed
 from eigentrace.disk.lock import locked
 from eigentrace.disk.manifest import MANIFEST, read_manifest
 from eigentrace.disk.tensors import read_tensors, write_tensors
@@ -46,8 +47,8 @@ _BASIS_TYPES: dict[str, Any] = {
     "basis max_vectors": int | None,
     "basis restart_keep": int | None,
 }
-# Larger numbers are no losses.
-_MOST = 1e300
+# Larger numbers are no losses, and no counts or checksums.
+_MOST, _MOST_COUNT = 1e300, 1 << 32
 _STATE = "state.safetensors"
 _VECTORS = "vectors-{}.bin"
 _RESULT = "result-{}.safetensors"
@@ -103,7 +104,7 @@ class SavedIteration:
         if not len(checksums) == snapshot.count <= len(store):
             raise self._damaged(_STATE, f"it has {snapshot.count} vectors, expected at most {len(store)}")
         try:
-            with file.open("rb") as stream:
+            with open_regular(file) as raw, BufferedReader(raw) as stream:  # type: ignore[type-var]
                 for number, (vector, expected) in enumerate(zip(store, checksums, strict=False)):
                     if _fill(stream, vector) != expected:
                         raise self._damaged(
@@ -180,6 +181,7 @@ class SavedIteration:
         if not path.exists():
             return None
         try:
+            check_regular(path)
             with safe_open(path, "pt") as file:
                 # Copies, because lazily read tensors would change with the file.
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
@@ -189,10 +191,10 @@ class SavedIteration:
                 raise self._damaged(_STATE, "its checksum does not match")
         except SafetensorError as error:
             raise self._damaged(_STATE, str(error)) from None
-        values = json.loads(record)
-        checksums, draws = values.pop("checksums"), tensors.pop("draws", None)
-        values["ending"] = values["ending"] and Ending[values["ending"]]
-        return Snapshot(**values, **tensors), checksums, draws
+        try:
+            return _state_of(parsed(record, path), tensors)
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise self._damaged(_STATE, f"it has no valid state ({short(repr(error), 200)})") from None
 
     def _damaged(self, name: str, what: str) -> MismatchError:
         return MismatchError(
@@ -239,12 +241,42 @@ def progress_of(path: str | Path) -> tuple[int, int] | None:
     """Return how many products an iteration has saved and how many it computes; None if that cannot be read."""
     try:
         total = int(read_manifest(Path(path), KIND)["identity"]["steps"])
-        if not (Path(path) / _STATE).exists():
+        state = Path(path) / _STATE
+        if not state.exists():
             return 0, total
-        with safe_open(Path(path) / _STATE, "pt") as file:
-            return int(json.loads((file.metadata() or {})["record"])["num_products"]), total
+        check_regular(state)
+        with safe_open(state, "pt") as file:
+            return int(parsed((file.metadata() or {})["record"], state)["num_products"]), total
     except (MismatchError, SafetensorError, OSError, KeyError, TypeError, ValueError):
         return None
+
+
+def _state_of(values: Any, tensors: dict[str, Tensor]) -> tuple[Snapshot, list[int], Tensor | None]:
+    """Return the snapshot, checksums and draws of a state; raise an error unless all of it is what `keep` writes."""
+    values = dict(values)
+    checksums, draws = values.pop("checksums"), tensors.pop("draws", None)
+    values["ending"] = values["ending"] and Ending[values["ending"]]
+    found = Snapshot(**values, **tensors)
+    counts = (found.size, found.count, found.restarts, found.num_products, *checksums)
+    if not all(type(number) is int and 0 <= number < _MOST_COUNT for number in counts):
+        raise ValueError("its numbers must be whole and not negative")
+    if not found.size <= found.count <= found.size + 1 or len(checksums) != found.count:
+        raise ValueError(f"it has {found.count} vectors, {found.size} products of them and {len(checksums)} checksums")
+    if not (_is_number(found.beta) and _is_number(found.scale)):
+        raise ValueError("its lengths must be finite numbers")
+    if not (isinstance(found.fresh, bool) and isinstance(found.symmetric, bool)):
+        raise ValueError("fresh and symmetric must be true or false")
+    held = found.size + 1
+    for name, shape in (("projected", (held, held)), ("rounding", (held,))):
+        tensor = tensors[name]
+        if tensor.shape != shape or tensor.dtype != torch.float64:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and type {tensor.dtype}, expected {shape} float64"
+            )
+    torch.Generator().set_state(found.generator)
+    if draws is not None:
+        torch.Generator().set_state(draws)
+    return found, checksums, draws
 
 
 def _check(path: Path, identity: Mapping[str, Any]) -> None:
