@@ -147,17 +147,22 @@ def check_texts(place, call, answer):
 def test_texts_of_what_is_large_or_no_file_are_not_read_unasked(tmp_path, monkeypatch):
     folder = tmp_path / "folder"
     folder.mkdir()
-    for name in "abc":
+    for name in ("a.csv", "b.csv", "c.csv"):
         (folder / name).write_bytes(bytes(10))
     os.mkfifo(tmp_path / "pipe.csv")
     assert example_texts._is_small(folder)
-    assert example_texts._is_small(folder / "a")
+    assert example_texts._is_small(folder / "a.csv")
+    assert example_texts._is_small(folder / "*.csv")
+    assert example_texts._is_small(folder / "nothing.csv")  # told when it is opened
+    assert not example_texts._is_small(tmp_path / "*.csv")
     assert not example_texts._is_small(tmp_path / "pipe.csv")
     monkeypatch.setattr(example_texts, "_MOST_BYTES", 29)
     assert not example_texts._is_small(folder)
+    assert not example_texts._is_small(folder / "*.csv")
     monkeypatch.setattr(example_texts, "_MOST_BYTES", 30)
     monkeypatch.setattr(example_texts, "_MOST_FILES", 2)
     assert not example_texts._is_small(folder)
+    assert not example_texts._is_small(tmp_path / "**" / "*.csv")
 
 
 @pytest.mark.filterwarnings("default:The examples cannot be shown")

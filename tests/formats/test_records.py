@@ -1,6 +1,9 @@
 """Files of examples: which they are, what is in them, and any rows of them."""
 
 import json
+import os
+from glob import glob
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +13,7 @@ import pytest
 
 from eigentrace.cleaning.export import export
 from eigentrace.errors import DataError, InputError, UnsupportedError
+from eigentrace.formats import files
 from eigentrace.formats.dataset_columns import class_labels, metadata_of, read_ids
 from eigentrace.formats.files import find_files
 from eigentrace.formats.records import open_records
@@ -46,6 +50,58 @@ def jsonl(folder):
 def parquet(folder):
     pq.write_table(PLAIN, folder / "a.parquet", row_group_size=5)
     return folder / "a.parquet"
+
+
+PATTERNS = (
+    "*.csv", "*", "**", "**/*.csv", "a/**/*.csv", "a/**", "**/b/*.csv", "**/**/x.csv", "a/*/x.csv", "[ab]/*.csv",
+    "?.csv", ".*", ".h/*.csv", "*/.h/*", "a/b/x.csv", "no/*.csv", "**/no", "**/../*.csv", "*x*/**", "link/*.csv",
+    "**/link/x.csv",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("is_absolute", [True, False])
+def test_patterns_match_as_in_glob(tmp_path, monkeypatch, pattern, is_absolute):
+    for name in ("x.csv", "y.csv", "z.txt", "a/x.csv", "a/b/x.csv", "a/b/c/x.csv", "b/x.csv", ".h/x.csv", "a/.h/x.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "lost").symlink_to(tmp_path / "nothing")
+    monkeypatch.chdir(tmp_path)
+    pattern = str(tmp_path / pattern) if is_absolute else pattern
+    path = Path(pattern)
+    parts = path.parts[1:] if is_absolute else path.parts
+    here = {os.path.normpath(name) for name in glob(pattern, recursive=True) if Path(name).is_file()}
+    found = {os.path.normpath(name) for name in files._matching(path.anchor, parts, 2000) if Path(name).is_file()}
+    assert found == here
+
+
+def endless(folder):
+    (folder / "a" / "b").mkdir(parents=True)
+    for name in ("again", "once more"):
+        (folder / "a" / "b" / name).symlink_to(folder)
+    return folder / "**" / "*.csv"
+
+
+def wide(folder):
+    for number in range(60):
+        (folder / f"{number}.png").touch()
+    return folder
+
+
+@pytest.mark.parametrize("make", [endless, wide, lambda folder: wide(folder) / "*.csv"])
+def test_a_search_among_too_many_files_ends(tmp_path, make):
+    dataset = make(tmp_path)
+    with refused(InputError, dataset, 50):
+        find_files(dataset, most=50)
+
+
+def test_a_data_file_of_holes_is_refused(tmp_path):
+    with (tmp_path / "d.csv").open("wb") as file:
+        file.write(b"text,label\n")
+        file.truncate(1 << 40)
+    with refused(InputError, tmp_path / "d.csv", f"{1 << 40:,}"):
+        find_files(tmp_path / "d.csv")
 
 
 def shards(folder):

@@ -1,12 +1,14 @@
 """Texts of a run's examples for the terminal, read from its dataset without the model."""
 
 from collections.abc import Callable
+from glob import has_magic
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from eigentrace.errors import EigentraceError
+from eigentrace.errors import EigentraceError, InputError
+from eigentrace.formats.files import find_files
 from eigentrace.loading import show_of
 from eigentrace.rendering import Show
 from eigentrace.runs.run import Run
@@ -32,7 +34,7 @@ def texts_of(run: Run, wanted: bool | None) -> tuple[Texts | None, str]:
         return None, ""
     try:
         path = Path(asked.get("resolved", {}).get("dataset", asked["dataset"]))
-        if wanted is None and path.exists() and not _is_small(path):
+        if wanted is None and not _is_small(path):
             return None, f"{path} is large or no regular file or folder: --texts reads and shows its texts."
         show = show_of(run.reader.request or {}, run.path)
     except (EigentraceError, OSError) as error:
@@ -41,8 +43,16 @@ def texts_of(run: Run, wanted: bool | None) -> tuple[Texts | None, str]:
 
 
 def _is_small(path: Path) -> bool:
-    """Return whether a path is a regular file, or a folder of a limited number of files, of a limited size."""
-    files = list(islice(path.rglob("*"), _MOST_FILES + 1)) if path.is_dir() else [path]
+    """Return whether a path is a regular file, a pattern or a folder of few files, of a limited size, or not there."""
+    if not path.exists():
+        if not has_magic(str(path)):
+            return True
+        try:
+            files = list(find_files(path, most=_MOST_FILES).paths)
+        except InputError:
+            return False
+    else:
+        files = list(islice(path.rglob("*"), _MOST_FILES + 1)) if path.is_dir() else [path]
     regular = [file for file in files if file.is_file()]
     return bool(regular) and len(files) <= _MOST_FILES and sum(f.stat().st_size for f in regular) <= _MOST_BYTES
 

@@ -1,13 +1,17 @@
 """Search for the files of a dataset, and detection of their format."""
 
+import os
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from glob import glob, has_magic
+from fnmatch import fnmatch
+from glob import has_magic
 from pathlib import Path
 from typing import Any, Literal
 
-from eigentrace.disk.bounded import read_json
-from eigentrace.errors import InputError
+from eigentrace.disk.bounded import check_regular, read_json
+from eigentrace.errors import InputError, MismatchError
 from eigentrace.settings import short
 
 Format = Literal["csv", "tsv", "jsonl", "parquet", "arrow"]
@@ -26,6 +30,9 @@ FORMATS: dict[str, Format] = {
 _KNOWN = "a CSV, TSV, JSON lines or Parquet file, a folder of Parquet files, a pattern such as 'data/*.parquet', or a "
 _KNOWN += "folder written by Dataset.save_to_disk"
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+# Files and folders that a search looks at: a run of somebody else may name the whole disk. Those below a link that a
+# pattern matches count as several: links can multiply folders without end, and long chains of them are slow to follow.
+_MOST_SEEN, _BELOW_LINK = 1 << 20, 16
 # Shards as the Hugging Face hub names them: train-00000-of-00004.parquet
 _SHARD = re.compile(r"^(?P<split>.+?)-\d+-of-\d+(?:-[0-9a-f]+)?$")
 
@@ -45,29 +52,114 @@ class Files:
         return self.paths[0].parent
 
 
-def find_files(dataset: Path | str, split: str | None = None) -> Files:
+def find_files(dataset: Path | str, split: str | None = None, most: int = _MOST_SEEN) -> Files:
     """Return the files of a dataset; those of a folder or pattern are sorted by name.
 
     Args:
         dataset: A file, a pattern, a folder of Parquet files, or a folder written by `Dataset.save_to_disk`.
         split: The split to read from a folder that contains several.
+        most: Maximum number of files and folders that are looked at, also of those that are not part of the dataset.
     """
-    path = Path(dataset)
+    found = _found(Path(dataset), split, most)
+    for path in found.paths:
+        try:
+            check_regular(path)
+        except MismatchError as error:
+            raise InputError(str(error)) from None
+    return found
+
+
+def _found(path: Path, split: str | None, most: int) -> Files:
     if path.is_dir():
-        return _in_folder(path, split)
+        return _in_folder(path, split, most)
     if split is not None:
         raise InputError(f"split={split!r} can only be used with a folder, but {path} is not a folder. Omit split.")
     if path.is_file():
         return Files(_format_of(path), (path,), path)
     if has_magic(str(path)):
-        found = tuple(Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file())
+        parts = path.parts[1:] if path.is_absolute() else path.parts
+        names = _matching(path.anchor, parts, most)
+        found = tuple(Path(name) for name in sorted(names) if Path(name).is_file())
         if not found:
             raise InputError(f"No file matches {str(path)!r}. Check the pattern and the current directory.")
         return Files(_one_format(found), found, path)
     raise InputError(f"There is no dataset at {path}. Pass {_KNOWN}.")
 
 
-def _in_folder(folder: Path, split: str | None) -> Files:
+def _matching(base: str, parts: tuple[str, ...], most: int) -> set[str]:
+    """Return the paths below a folder that match a pattern, as `glob` does; raise InputError if it looks at too many.
+
+    Args:
+        base: The folder; empty for the current one.
+        parts: The parts of the pattern.
+        most: Maximum number of files and folders to look at.
+    """
+    todo, found, seen = [(base, parts, 1)], set(), 0
+    while todo:
+        folder, (part, *others), cost = todo.pop()
+        rest = tuple(others)
+        if not has_magic(part):
+            full = os.path.join(folder, part)
+            if rest:
+                todo.append((full, rest, cost))
+            elif os.path.lexists(full):
+                found.add(full)
+            continue
+        if part == "**" and rest:
+            todo.append((folder, rest, cost))
+        for entry in _entries(folder):
+            seen += cost
+            if seen > most:
+                raise _too_many(os.path.join(base, *parts), most)
+            if entry.name.startswith(".") and not part.startswith("."):
+                continue
+            full = os.path.join(folder, entry.name)
+            if not rest and (part == "**" or fnmatch(entry.name, part)):
+                found.add(full)
+            deeper = (part, *rest) if part == "**" else rest if fnmatch(entry.name, part) else ()
+            if deeper and _is_folder(entry):
+                todo.append((full, deeper, _BELOW_LINK if entry.is_symlink() else cost))
+    return found
+
+
+def _parquet_in(folder: Path, most: int) -> tuple[Path, ...]:
+    """Return the Parquet files in a folder, or if there are none, those in its subfolders, without following links."""
+    todo, found, seen = [str(folder)], [], 0
+    while todo:
+        here = todo.pop()
+        for entry in _entries(here):
+            seen += 1
+            if seen > most:
+                raise _too_many(str(folder), most)
+            if entry.name.endswith(".parquet"):
+                found.append(Path(here, entry.name))
+            if entry.is_dir(follow_symlinks=False):
+                todo.append(os.path.join(here, entry.name))
+        if here == str(folder) and found:
+            break
+    return tuple(sorted(found))
+
+
+def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
+    """Yield what is in a folder; nothing if it cannot be read."""
+    with suppress(OSError), os.scandir(folder or os.curdir) as entries:
+        yield from entries
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    with suppress(OSError):  # a link to itself
+        return entry.is_dir()
+    return False
+
+
+def _too_many(path: str, most: int) -> InputError:
+    return InputError(
+        f"The search for the files of {path!r} ended after {most:,} files and folders, the most that it looks at. Name "
+        "a folder or a pattern with fewer."
+    )
+
+
+def _in_folder(folder: Path, split: str | None, most: int) -> Files:
     if (folder / "dataset_dict.json").is_file():
         splits = _json(folder / "dataset_dict.json").get("splits", [])
         if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
@@ -83,7 +175,7 @@ def _in_folder(folder: Path, split: str | None) -> Files:
         if split is not None:
             raise InputError(f"{folder} contains one dataset without splits, got split={split!r}. Omit split.")
         return _saved(folder)
-    found = tuple(sorted(folder.glob("*.parquet"))) or tuple(sorted(folder.rglob("*.parquet")))
+    found = _parquet_in(folder, most)
     if not found:
         raise InputError(f"The folder {folder} contains no Parquet file and no saved dataset. Pass {_KNOWN}.")
     return Files("parquet", _of_split(folder, found, split), folder)
