@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from eigentrace.disk.atomic import appearing
 from eigentrace.disk.bounded import check_regular
+from eigentrace.disk.parquet import BoundedParquet
 from eigentrace.errors import InputError, MismatchError
 from eigentrace.settings import counted
 
@@ -339,11 +340,18 @@ def _read_csv(path: Path) -> pa.Table:
     )
 
 
+def _read_parquet(path: Path) -> pa.Table:
+    def make(coded: list[str]) -> pq.ParquetFile:
+        return pq.ParquetFile(path, read_dictionary=coded, page_checksum_verification=True)
+
+    return BoundedParquet(make, path.stat().st_size, ValueError).read()
+
+
 def _read(path: Path) -> pa.Table:
     """Return the table of a file of decisions, with `decision` and `reason` as text."""
     try:
         check_regular(path)
-        table = _read_csv(path) if path.suffix == ".csv" else pq.read_table(path, page_checksum_verification=True)
+        table = _read_csv(path) if path.suffix == ".csv" else _read_parquet(path)
         table.validate(full=True)
         lacking = [name for name in _COLUMNS if table.column_names.count(name) != 1]
         if lacking:

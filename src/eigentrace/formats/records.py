@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet as pq
 
+from eigentrace.disk.parquet import BoundedParquet
 from eigentrace.errors import DataError, InputError
 from eigentrace.formats.damage import check_values, damaged_data, read_stream, reading
 from eigentrace.formats.files import BLOCK, Files
@@ -28,6 +30,8 @@ class _Pieces(Protocol):
     sizes: list[int]
 
     def get(self, number: int, names: tuple[str, ...]) -> pa.Table: ...
+
+    def whole(self, names: tuple[str, ...]) -> pa.Table: ...
 
     def may_have_nulls(self, number: int, column: str) -> bool: ...
 
@@ -51,6 +55,9 @@ class _Held:
             self._column(number, name)
         return pa.Table.from_batches([self._batches[number]]).select(list(names))
 
+    def whole(self, names: tuple[str, ...]) -> pa.Table:
+        return pa.concat_tables(self.get(number, names) for number in range(len(self.sizes)))
+
     def may_have_nulls(self, number: int, column: str) -> bool:
         return self._column(number, column).null_count > 0
 
@@ -66,18 +73,17 @@ class _RowGroups:
     """The row groups of Parquet files, each read when one of its rows is accessed."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self.schema = _opened(paths[0]).schema_arrow
+        self.schema = opened_parquet(paths[0]).schema
         self.sizes: list[int] = []
         self._places: list[tuple[Path, int]] = []
-        self._open: tuple[Path, pq.ParquetFile] | None = None
+        self._open: tuple[Path, BoundedParquet] | None = None
         self._groups: dict[tuple[int, tuple[str, ...]], pa.Table] = {}
         self._lock = Lock()
         for path in paths:
-            with reading(path), _opened(path) as file:
-                _check_same(self.schema, file.schema_arrow, paths[0], path)
-                groups = range(file.metadata.num_row_groups)
-                self.sizes += [file.metadata.row_group(group).num_rows for group in groups]
-                self._places += [(path, group) for group in groups]
+            with closing(opened_parquet(path)) as file:
+                _check_same(self.schema, file.schema, paths[0], path)
+                self.sizes += file.sizes
+                self._places += [(path, group) for group in range(len(file.sizes))]
 
     def __getstate__(self) -> dict[str, Any]:
         # Open files and locks cannot be pickled.
@@ -90,6 +96,14 @@ class _RowGroups:
         # The page reads examples in several threads.
         with self._lock:
             return self._get(number, names)
+
+    def whole(self, names: tuple[str, ...]) -> pa.Table:
+        parts, held = [], dict.fromkeys((path for path, _ in self._places), 0)
+        for number, (path, _) in enumerate(self._places):
+            parts.append(self.get(number, names))
+            held[path] += parts[-1].nbytes
+            self._file(path).check(held[path])
+        return pa.concat_tables(parts)
 
     def _get(self, number: int, names: tuple[str, ...]) -> pa.Table:
         key = (number, names)
@@ -105,7 +119,7 @@ class _RowGroups:
         path, group = self._places[number]
         with reading(path):
             try:
-                table = self._file(path).read_row_group(group, columns=list(names)).select(list(names))
+                table = self._file(path).read([group], names).select(list(names))
             except (pa.ArrowException, ValueError) as error:
                 raise damaged_data(path, error) from None
         for name in names:
@@ -128,16 +142,20 @@ class _RowGroups:
                     counts += [leaf.statistics.null_count] if leaf.statistics else []
         return counts != [0]
 
-    def _file(self, path: Path) -> pq.ParquetFile:
+    def _file(self, path: Path) -> BoundedParquet:
         if self._open is None or self._open[0] != path:
-            self._open = (path, _opened(path, memory_map=True))
+            self._open = (path, opened_parquet(path))
         return self._open[1]
 
 
-def _opened(path: Path, **options: Any) -> pq.ParquetFile:
-    """Open a Parquet file, with its page checksums verified if it has any."""
+def opened_parquet(path: Path) -> BoundedParquet:
+    """Open a Parquet file, memory-mapped, with its page checksums verified if it has any."""
+
+    def make(coded: list[str]) -> pq.ParquetFile:
+        return pq.ParquetFile(path, memory_map=True, read_dictionary=coded, page_checksum_verification=True)
+
     with reading(path):
-        return pq.ParquetFile(path, page_checksum_verification=True, **options)
+        return BoundedParquet(make, path.stat().st_size, lambda what: damaged_data(path, what))
 
 
 class Records:
@@ -192,7 +210,7 @@ class Records:
 
     def whole(self, names: Sequence[str]) -> pa.Table:
         """Return all rows of some columns."""
-        return pa.concat_tables(self._pieces.get(number, tuple(names)) for number in range(len(self._pieces.sizes)))
+        return self._pieces.whole(tuple(names))
 
     def pieces(self, names: Sequence[str], rows_at_once: int) -> Iterator[pa.Table]:
         """Yield some columns in row order, at most `rows_at_once` rows at a time."""

@@ -1,16 +1,17 @@
 """Reading of one column of a dataset's files, without the others in memory."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
-import pyarrow.parquet as pq
 
 from eigentrace.errors import DataError
 from eigentrace.formats.damage import check_values, read_stream
 from eigentrace.formats.files import BLOCK, Files
 from eigentrace.formats.quoting import check_closed, parsing
+from eigentrace.formats.records import opened_parquet
 
 # Types of a JSON column, tried in this order.
 _KINDS = (pa.string(), pa.int64(), pa.float64(), pa.bool_())
@@ -43,8 +44,8 @@ def _checked_column(path: Path, kind: str, name: str, delimiter: str | None) -> 
 
 def _column(path: Path, kind: str, name: str, delimiter: str | None) -> pa.ChunkedArray | None:
     if kind == "parquet":
-        with pq.ParquetFile(path) as file:
-            return file.read([name]).column(0) if name in file.schema_arrow.names else None
+        with closing(opened_parquet(path)) as file:
+            return file.read(columns=[name]).column(0) if name in file.schema.names else None
     if kind == "arrow":
         table = read_stream(path)
         return table.column(name) if name in table.column_names else None

@@ -12,9 +12,9 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -104,7 +104,7 @@ class SavedIteration:
         if not len(checksums) == snapshot.count <= len(store):
             raise self._damaged(_STATE, f"it has {snapshot.count} vectors, expected at most {len(store)}")
         try:
-            with open_regular(file) as raw, BufferedReader(raw) as stream:  # type: ignore[type-var]
+            with open_regular(file) as raw, BufferedReader(cast(FileIO, raw)) as stream:
                 for number, (vector, expected) in enumerate(zip(store, checksums, strict=False)):
                     if _fill(stream, vector) != expected:
                         raise self._damaged(
@@ -256,7 +256,7 @@ def _state_of(values: Any, tensors: dict[str, Tensor]) -> tuple[Snapshot, list[i
     values = dict(values)
     checksums, draws = values.pop("checksums"), tensors.pop("draws", None)
     values["ending"] = values["ending"] and Ending[values["ending"]]
-    found = Snapshot(**values, **tensors)
+    found = Snapshot(**(values | tensors))
     counts = (found.size, found.count, found.restarts, found.num_products, *checksums)
     if not all(type(number) is int and 0 <= number < _MOST_COUNT for number in counts):
         raise ValueError("its numbers must be whole and not negative")
@@ -358,7 +358,7 @@ def _append(stream: IO[bytes], vector: Tensor) -> int:
     return found
 
 
-def _fill(stream: BufferedReader, vector: Tensor) -> int:
+def _fill(stream: "BufferedReader[FileIO]", vector: Tensor) -> int:
     """Read one vector and return the checksum of its bytes, which differs if the file is truncated."""
     found = 0
     for piece in vector.split(_PIECE):

@@ -86,7 +86,10 @@ class Run:
     @property
     def ids(self) -> np.ndarray | None:
         """The id of each example, or None if the data has no ids."""
-        return None if self.reader.ids is None else self.reader.ids.whole()
+        if self.reader.ids is None:
+            return None
+        self.reader.check_held()
+        return self.reader.ids.whole()
 
     def rows_of(self, ids: Sequence[Any]) -> np.ndarray:  # (n,)
         """Return the row of each id, as text or a number; raise InputError if an id is missing or not unique."""

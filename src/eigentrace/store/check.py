@@ -5,9 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from eigentrace.disk.bounded import check_regular
 from eigentrace.disk.lock import locked
 from eigentrace.errors import EigentraceError, MismatchError, StorageError, UnsupportedError
@@ -15,6 +12,9 @@ from eigentrace.numeric.hashing import hash_file
 from eigentrace.settings import counted
 from eigentrace.store import Folder, Shard
 from eigentrace.store.shards import fault_of, gaps, recovered
+
+# Rows of the table that are read at a time.
+_ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,9 @@ def _table(folder: Folder, is_complete: bool) -> Iterator[Fault]:
             yield Fault(file, "is missing", fix)
         return
     try:
-        check_regular(file)
-        with pq.ParquetFile(file, page_checksum_verification=True) as table:
-            for number in range(table.num_row_groups):
-                table.read_row_group(number)
-    except (pa.ArrowException, OSError, ValueError) as error:
+        for _ in folder.table.batches(_ROWS_AT_ONCE):
+            pass
+    except (EigentraceError, OSError) as error:
         yield Fault(file, f"cannot be read ({error})", fix)
 
 

@@ -36,6 +36,7 @@ WRITTEN = (MANIFEST, RECORD, USER_COLUMNS, TABLE, WEIGHTS, LOCK, FIT, SHARDS, RE
 # Manifest keys: the checksum of each file that is written once, and the checksums of the blocks of some.
 _FILES, _BLOCKS = "files", "blocks"
 _FIT_ADVICE = "Restore it from a copy, or score into a new directory. `eigentrace check RUN` lists all damaged files."
+_TABLE_ADVICE = "`eigentrace check RUN --repair` sets it aside, and the command that scored the run rewrites it."
 # Rows per Parquet row group of the user's columns; reading one item reads its whole group.
 _GROUP_ROWS = 1 << 13
 # Manifest keys that must be equal for a run to be resumed, with their descriptions in messages.
@@ -131,6 +132,11 @@ class Folder:
             return None
         sums, sha256 = (self.manifest.get(key, {}).get(USER_COLUMNS) for key in (_BLOCKS, _FILES))
         return ColumnsFile(self.columns_file, self.manifest["data"]["rows"], sums, sha256)
+
+    @property
+    def table(self) -> ColumnsFile:
+        """The file of all columns of a complete run, which is written once it is complete."""
+        return ColumnsFile(self.table_file, self.manifest["data"]["rows"], advice=_TABLE_ADVICE)
 
     @property
     def recorded(self) -> Mapping[str, str]:

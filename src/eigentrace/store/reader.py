@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from eigentrace.disk.bounded import check_regular
 from eigentrace.errors import InputError, MismatchError, StorageError, UnsupportedError
 from eigentrace.fits.cut import Cut, delta_of
 from eigentrace.fits.file_names import EIGENPAIRS
@@ -131,6 +129,7 @@ class RunReader:
     def user_table(self) -> pa.Table:
         """Return the user's columns, including the ids."""
         given = self.folder.user_columns
+        self.check_held()
         return pa.table({}) if given is None else given.table()
 
     @property
@@ -201,14 +200,8 @@ class RunReader:
     def table(self) -> pa.Table:
         """Return all columns, including the user's, with one row per example."""
         self.check_complete()
-        try:
-            check_regular(self.folder.table_file)
-            return pq.read_table(self.folder.table_file, page_checksum_verification=True)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise StorageError(
-                f"{self.folder.table_file} cannot be read ({error}). If it is damaged, `eigentrace check RUN --repair` "
-                "sets it aside, and the command that scored the run rewrites it."
-            ) from None
+        self.check_held()
+        return self.folder.table.table()
 
     def _read(self, tensor: str, rows: Rows | None, missing: float = np.nan) -> np.ndarray:
         """Read all rows of a stored tensor, or the given ones, across shards."""

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from eigentrace.disk.blocks import Blocks, VerifiedFile, damaged, sums_of, verify_whole
 from eigentrace.disk.bounded import open_regular
+from eigentrace.disk.parquet import BoundedParquet
 from eigentrace.errors import EigentraceError, InputError, StorageError
 from eigentrace.settings import short
 from eigentrace.store.columns import ID, TAKEN
@@ -155,6 +156,10 @@ def _decoded(values: pa.ChunkedArray) -> pa.ChunkedArray:
 _GROUPS_AT_ONCE = 64
 
 
+ADVICE = "Restore it from a copy: the ids and columns of a run cannot be computed again. `eigentrace check RUN` lists "
+ADVICE += "all damaged files."
+
+
 class ColumnsFile:
     """The Parquet file of a run's ids and user columns; what is read of it is verified.
 
@@ -163,43 +168,52 @@ class ColumnsFile:
         rows: The number of rows that it must have, if known.
         sums: The checksums of its blocks, as `checksums_of` returns them, if recorded.
         sha256: The checksum of the whole file, which is verified on first use if the blocks have none.
+        advice: What to do about damage, for messages.
     """
 
-    def __init__(self, path: Path, rows: int | None = None, sums: Any = None, sha256: str | None = None) -> None:
-        self.path, self._rows, self._sums, self._sha256 = path, rows, sums, sha256
+    def __init__(
+        self, path: Path, rows: int | None = None, sums: Any = None, sha256: str | None = None, advice: str = ADVICE
+    ) -> None:
+        self.path, self._rows, self._sums, self._sha256, self._advice = path, rows, sums, sha256, advice
+        self._blocks: Blocks | None = None
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the columns."""
         with self.reading():
-            return tuple(self.file.schema_arrow.names)
+            return tuple(self.file.schema.names)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Return all columns, or the given ones."""
         with self.reading():
-            found = self.file.read(None if columns is None else list(columns))
+            found = self.file.read(columns=columns)
             found.validate(full=True)
             return found
 
     def batches(self, rows: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows in order, at most `rows` at a time."""
         with self.reading():
-            yield from self.file.iter_batches(batch_size=rows)
+            for group in range(len(self.file.sizes)):
+                yield from self.file.read([group]).to_batches(max_chunksize=rows)
 
     @cached_property
-    def file(self) -> pq.ParquetFile:
+    def file(self) -> BoundedParquet:
         """The open file; use it within `reading`."""
+
+        def make(coded: list[str]) -> pq.ParquetFile:
+            source = self.path if self._blocks is None else VerifiedFile(self.path, self._blocks)
+            return pq.ParquetFile(source, read_dictionary=coded, page_checksum_verification=True)
+
         with open_regular(self.path) as file:
-            if self._sums is None:
-                if self._sha256 is not None:
-                    verify_whole(self.path, file, self._sha256, ADVICE)
-                found = pq.ParquetFile(self.path)
-            else:
+            size = os.fstat(file.fileno()).st_size
+            if self._sums is not None:
                 sums = np.frombuffer(b64decode(self._sums, validate=True), np.uint64)
-                blocks = Blocks(self.path, sums, os.fstat(file.fileno()).st_size, ADVICE)
-                found = pq.ParquetFile(VerifiedFile(self.path, blocks))
+                self._blocks = Blocks(self.path, sums, size, self._advice)
+            elif self._sha256 is not None:
+                verify_whole(self.path, file, self._sha256, self._advice)
+        found = BoundedParquet(make, size, lambda what: damaged(self.path, what, self._advice), self._rows or 0)
         if self._rows not in (None, found.metadata.num_rows):
-            raise damaged(self.path, f"it has {found.metadata.num_rows:,} rows, expected {self._rows:,}", ADVICE)
+            raise damaged(self.path, f"it has {found.metadata.num_rows:,} rows, expected {self._rows:,}", self._advice)
         return found
 
     @contextmanager
@@ -210,13 +224,9 @@ class ColumnsFile:
         except EigentraceError:
             raise
         except FileNotFoundError:
-            raise StorageError(f"{self.path} is missing. {ADVICE}") from None
+            raise StorageError(f"{self.path} is missing. {self._advice}") from None
         except (pa.ArrowException, OSError, ValueError, TypeError) as error:
-            raise damaged(self.path, f"it cannot be read ({error})", ADVICE) from None
-
-
-ADVICE = "Restore it from a copy: the ids and columns of a run cannot be computed again. `eigentrace check RUN` lists "
-ADVICE += "all damaged files."
+            raise damaged(self.path, f"it cannot be read ({error})", self._advice) from None
 
 
 def checksums_of(path: Path) -> str:
@@ -245,10 +255,10 @@ class Names:
         flat = rows.reshape(-1)
         wanted = np.unique(flat[flat >= 0])
         group = np.searchsorted(self._ends, wanted, side="right")
-        parts = [pa.array([], self.held.file.schema_arrow.field(self.column).type).to_numpy(zero_copy_only=False)]
+        parts = [pa.array([], self.held.file.schema.field(self.column).type).to_numpy(zero_copy_only=False)]
         groups = np.unique(group)
         for some in np.split(groups, range(_GROUPS_AT_ONCE, len(groups), _GROUPS_AT_ONCE)) if len(groups) else ():
-            read = self.held.file.read_row_groups(some.tolist(), columns=[self.column]).column(0)
+            read = self.held.file.read(some.tolist(), [self.column]).column(0)
             here = wanted[np.isin(group, some)]
             ends = np.cumsum(self._sizes[some])
             at = np.searchsorted(some, np.searchsorted(self._ends, here, side="right"))
@@ -262,8 +272,7 @@ class Names:
 
     @cached_property
     def _sizes(self) -> np.ndarray:
-        metadata = self.held.file.metadata
-        return np.array([metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)], np.int64)
+        return np.array(self.held.file.sizes, np.int64)
 
     @cached_property
     def _ends(self) -> np.ndarray:
