@@ -6,8 +6,12 @@ import random
 import signal
 import traceback
 
+from safetensors import safe_open
+from safetensors.torch import save
+
 from eigentrace.disk.manifest import MANIFEST, manifest_text
 from eigentrace.errors import EigentraceError
+from eigentrace.krylov import resume as iteration
 
 WEIRD = (
     None, -1, 0, 10**30, 1e308, "", "x", "/dev/zero", "../../etc/passwd", [], {}, [1], {"a": 1}, True, "\0", 3.5,
@@ -23,6 +27,8 @@ def mutate(path, rng):
     """Change a file, and return how: its bytes, or for JSON also one value of it, with a checksum that fits."""
     if path.suffix in (".json", ".jsonl") and rng.random() < 0.6:
         return _mutate_json(path, rng)
+    if path.name == iteration._STATE and rng.random() < 0.5:
+        return _forge_state(path, rng)
     content = bytearray(path.read_bytes())
     kind = rng.choice(["flip", "flip", "cut", "noise", "empty", "twice", "zeros", "latin"])
     at = rng.randrange(len(content) or 1)
@@ -67,6 +73,17 @@ def _mutate_json(path, rng):
         lines[number] = json.dumps(entries)
     path.write_text("\n".join(lines) + "\n")
     return f"{FORGED if forged else 'changed'} {keys} = {value!r:.30}"
+
+
+def _forge_state(path, rng):
+    """Change one entry of the state of an iteration, with a checksum that fits."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        entries = json.loads(file.metadata()["record"])
+    name, value = rng.choice(list(entries)), rng.choice(WEIRD)
+    record = json.dumps(entries | {name: value})
+    path.write_bytes(save(tensors, {"record": record, "checksum": iteration._hash(record, tensors)}))
+    return f"{FORGED} {name} = {value!r:.30}"
 
 
 def _places(value, before=()):

@@ -151,6 +151,9 @@ WRONG = {
     "a date": ("[input]\nfunction = 'a:b'\nargs = {day = 2020-01-01}", ("input.args.day", "datetime.date(2020, 1, 1)")),
     "a list of dates": ("[input]\nfunction = 'a:b'\nargs = {days = [1, 2020-01-01]}", ("input.args.days[1]",)),
     "no TOML": ("[input", ("run.toml", "TOML")),
+    "no end of lists": (f"[input.args]\na = {'[' * 100_000}", ("run.toml",)),
+    "a zero byte": ('[input]\nmodel = "a\\u0000b"', ("run.toml", "input.model")),
+    "too much": (f"#{' ' * (1 << 24)}", ("run.toml", f"{1 << 24:,}")),
 }
 
 
@@ -164,6 +167,8 @@ def test_what_is_wrong_is_said(text, mentions, tmp_path):
 def test_a_file_that_is_not_there(tmp_path):
     with refused(InputError, tmp_path / "none.toml"):
         from_config(tmp_path / "none.toml")
+    with refused(InputError, tmp_path):
+        from_config(tmp_path)
 
 
 def test_an_unknown_flag(path):

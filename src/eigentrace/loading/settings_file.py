@@ -35,6 +35,8 @@ _KEYS = {
 # directory among the resolved paths, used if the record is read without the run.
 IN_RUN, RUN = "{run}", "run"
 _PATHS = ("model", "dataset", "tokenizer")
+# Maximum size of a settings file.
+_MOST_BYTES = 1 << 24
 # TOML has no null: these words represent it.
 _NOTHING = {"tail": "none", "sample": "all"}
 
@@ -210,11 +212,35 @@ def _in_run(value: Any, home: Path | str | None) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:  # which may be a pipe
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise InputError(f"{path} has more than {_MOST_BYTES:,} bytes, so it is no settings file. Check the path.")
+        found = tomllib.loads(content.decode("utf-8"))
     except FileNotFoundError:
         raise InputError(f"There is no settings file {path}. Check the path.") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error}). Pass a TOML file.") from None
+    except RecursionError:
+        raise InputError(f"{path} is nested too deeply. Correct it there.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not valid TOML: {error}. Correct it there.") from None
+    for name, value in _texts_of(found):
+        if "\0" in value:
+            raise InputError(f"{path} has a zero byte in {name}, which no path or name contains. Correct it there.")
+    return found
+
+
+def _texts_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield all texts in settings, with their names such as input.model."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts_of(item, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts_of(item, name)
+    elif isinstance(value, str):
+        yield name, value
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
