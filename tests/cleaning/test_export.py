@@ -256,6 +256,14 @@ def test_rows_that_moved_are_found_by_their_ids(tmp_path, name):
     assert list(map(int, kept_of(export(numbers, source, tmp_path / f"c{name[1:]}", id="key"), "key"))) == [10, 30, 50]
 
 
+def test_a_damaged_description_of_a_saved_dataset_is_named(tmp_path):
+    source = saved(tmp_path, "a", {"id": list("abcde")})
+    (source / "dataset_info.json").write_text("[" * 100_000)
+    with refused(DataError, source / "dataset_info.json"):
+        export(decided(), source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_ids_are_read_beside_lone_quotes_of_a_tsv(tmp_path):
     (tmp_path / "a.tsv").write_text('id\ttext\na\t"x\nb\ty\nc\t"z\nd\tw\ne\tv\n')
     kept = export(decided(), tmp_path / "a.tsv", tmp_path / "out.tsv").read_text()

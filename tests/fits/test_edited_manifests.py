@@ -96,3 +96,11 @@ def test_wrong_types_in_an_unfinished_fit_are_refused(place, value, begun):
             METHOD.fit(task(), data(), resume=begun)
     finally:
         (begun / MANIFEST).write_text(before)
+
+
+@pytest.mark.parametrize("members", [0, -1, 10**12, 10**30, "x", None])
+def test_a_number_of_members_that_cannot_be_is_refused(members, eigenpairs, tmp_path):
+    et.Ensemble([eigenpairs, fit(seed=1)]).save(tmp_path / "fit")
+    edit_manifest(tmp_path / "fit", lambda entries: put(entries, ["members"], members))
+    with refused(MismatchError, tmp_path / "fit"):
+        et.load(tmp_path / "fit", task())

@@ -1,6 +1,7 @@
 """Checkpoints as Hugging Face, Lightning and plain loops leave them; damaged ones are named."""
 
 import json
+import os
 from collections import OrderedDict
 
 import pytest
@@ -144,6 +145,12 @@ def with_index(folder, text):
     return folder
 
 
+def instead(path, kind):
+    """Put what is no file into the place of a file."""
+    {"pipe": os.mkfifo, "device": lambda place: place.symlink_to("/dev/zero")}[kind](path)
+    return path
+
+
 DAMAGED = {
     "cut pickle": (lambda at: cut(saved(at / "a.pt", state())), ("a.pt",)),
     "empty": (lambda at: written(at / "a.pt", b""), ("a.pt", "EOFError")),
@@ -154,6 +161,7 @@ DAMAGED = {
     "a tensor": (lambda at: saved(at / "a.pt", torch.zeros(3)), ("a.pt", "'state_dict'")),
     "missing shard": (lambda at: without_shard(sharded(at / "hf")), ("b.safetensors",)),
     "damaged index": (lambda at: with_index(at / "hf", "{"), ("index.json",)),
+    "deep index": (lambda at: with_index(at / "hf", "[" * 100_000), ("index.json",)),
     "empty index": (lambda at: with_index(at / "hf", "{}"), ("index.json",)),
 }
 
@@ -162,6 +170,13 @@ DAMAGED = {
 def test_damaged_checkpoint(make, mentions, tmp_path):
     with refused(MismatchError, *mentions):
         find_checkpoints(make(tmp_path))[0].load()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_what_is_no_file_is_refused_without_waiting(name, kind, tmp_path):
+    with refused(MismatchError, tmp_path / name):
+        Checkpoint(instead(tmp_path / name, kind)).load()
 
 
 def test_a_whole_pickled_model_is_refused(tmp_path):

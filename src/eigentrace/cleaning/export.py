@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from eigentrace.cleaning.decisions import Decisions
 from eigentrace.cleaning.match import matched
 from eigentrace.disk.atomic import appearing
+from eigentrace.disk.bounded import read_json
 from eigentrace.errors import DataError, InputError, MismatchError
 from eigentrace.formats.files import FORMATS, Files, find_files
 from eigentrace.formats.quoting import IsOpen, has_quoting, lines_of, open_after, separator
@@ -240,7 +241,10 @@ def _write_arrow(source: Path, out: Path, flags: _Flags) -> None:
 def _write_state(files: Files, out: Path, flags: _Flags) -> None:
     """Copy the JSON files of a saved dataset, with a new fingerprint, because `datasets` caches results by it."""
     for path in files.folder.glob("*.json"):
-        described = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            described = read_json(path)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read ({error}). Restore it; nothing was written.") from None
         if path.name == _STATE:
             whole = f"{described.get('_fingerprint')} without ".encode() + np.packbits(flags.drop).tobytes()
             described["_fingerprint"] = hashlib.sha256(whole).hexdigest()[:16]

@@ -124,6 +124,7 @@ def begins_with(path: Path, tensors: Mapping[str, "Tensor"]) -> bool:
     import torch
 
     try:
+        check_regular(path)
         with safe_open(path, "pt") as file:
             for name, tensor in tensors.items():
                 held: Any = file.get_slice(name)
@@ -132,6 +133,6 @@ def begins_with(path: Path, tensors: Mapping[str, "Tensor"]) -> bool:
                     return False
                 if tensor.numel() and tensor.ndim and not torch.equal(held[head], tensor[head].cpu()):
                     return False
-    except (SafetensorError, OSError):
+    except (SafetensorError, MismatchError, OSError):
         return False
     return True

@@ -30,6 +30,8 @@ _METHOD_TYPES: dict[str, Any] = {
     "seed": int | None,
 }
 _BLOCK_TYPES = {"identity": int | float, "state": bool}
+# An ensemble has a fit per checkpoint or model.
+_MOST_MEMBERS = 1 << 20
 _CUT_TYPES: dict[str, Any] = {"positive_only": bool, "stored": bool, "is_complete": bool, "coordinates": int | None}
 
 
@@ -48,6 +50,8 @@ def _load_ensemble(path: Path, task: Task | Sequence[Task]) -> Ensemble:
     manifest = read_manifest(path, ENSEMBLE)
     try:
         count, has_states = int(manifest["members"]), bool(manifest["states"])
+        if not 0 < count <= _MOST_MEMBERS:
+            raise ValueError(f"it would have {count} members")
     except EigentraceError:
         raise
     except (LookupError, TypeError, ValueError, OverflowError) as error:

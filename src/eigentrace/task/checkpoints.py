@@ -1,6 +1,5 @@
 """Reading of checkpoints written by common training tools, without executing pickled code."""
 
-import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eigentrace.disk.bounded import check_regular, read_json
 from eigentrace.disk.tensors import read_tensors
 from eigentrace.errors import EigentraceWarning, InputError, MismatchError
 
@@ -130,7 +130,7 @@ def _weights_in(folder: Path) -> list[Path]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        return sorted({index.parent / shard for shard in json.loads(index.read_text())["weight_map"].values()})
+        return sorted({index.parent / shard for shard in read_json(index)["weight_map"].values()})
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise MismatchError(f"{index} is damaged or not an index of weights ({error!r}). Restore it.") from None
 
@@ -144,6 +144,7 @@ def _read(path: Path) -> State:
 
 
 def _read_pickled(file: Path) -> State:
+    check_regular(file)
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
