@@ -21,6 +21,7 @@ from eigentrace.disk.bounded import check_regular
 from eigentrace.disk.manifest import MANIFEST
 from eigentrace.errors import MismatchError
 from eigentrace.numeric.hashing import hash_file
+from eigentrace.store.check import check
 from eigentrace.store.shards import MOST_ROWS
 from tests.helpers.expecting import expect_mentions, refused
 from tests.helpers.manifests import edit_manifest
@@ -227,6 +228,13 @@ def test_a_sparse_file_of_a_terabyte_is_not_read_into_memory(read, run, name):
     (run / name).touch()
     os.truncate(run / name, 1 << 40)
     read(run, "refused", run / name)
+
+
+def test_a_sparse_record_is_set_aside_and_not_copied(run):
+    os.truncate(run / "shards.json", 1 << 40)
+    assert not check(run, repair=True).num_missing
+    assert (run / "damaged" / "shards.json.0").stat().st_blocks < 1000
+    assert check(run).is_good
 
 
 def sparse_shard(run, rows, names):

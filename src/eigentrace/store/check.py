@@ -1,6 +1,5 @@
 """Integrity check of a run: verify the checksum of every file, and set damaged files aside."""
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +162,8 @@ def _table(folder: Folder, is_complete: bool) -> Iterator[Fault]:
 def _repair(folder: Folder, good: tuple[Shard, ...], faults: list[Fault]) -> None:
     kept = {shard.name for shard in good}
     if folder.record.path.is_file() and any(fault.path == folder.record.path for fault in faults):
-        shutil.copy2(folder.record.path, _aside(folder, folder.record.path))
+        # Not copied: it may be large, or a hole. Without it, another repair finds the shards.
+        folder.record.path.rename(_aside(folder, folder.record.path))
     if faults:
         folder.record.write(good)
     for fault in faults:
