@@ -104,7 +104,7 @@ ERRORS = {
     errors.MismatchError: (mismatch_error, "contains no manifest.json, so it is not a saved fit.", "Check the path."),
     errors.StorageError: (
         storage_error,
-        "table.parquet cannot be read",
+        "table.parquet is damaged: it cannot be read",
         "`eigentrace check RUN --repair` sets it aside",
     ),
     errors.BusyError: (busy_error, "is being written by process", "Wait until that process has ended"),
