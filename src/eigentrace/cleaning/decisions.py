@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -344,7 +344,7 @@ def _read_parquet(path: Path) -> pa.Table:
     def make(coded: list[str]) -> pq.ParquetFile:
         return pq.ParquetFile(path, read_dictionary=coded, page_checksum_verification=True)
 
-    return BoundedParquet(make, path.stat().st_size, ValueError).read()
+    return BoundedParquet(make, partial(path.open, "rb"), path.stat().st_size, ValueError).read()
 
 
 def _read(path: Path) -> pa.Table:

@@ -1,16 +1,21 @@
 """Parquet files of which no more is decoded than their bytes on the disk justify.
 
 A small file can stand for any number of bytes: equal values are stored once, with a count, texts are stored once and
-repeated by number, and pages are compressed. What a file says of its values is added up when it is opened, and texts
-that are repeated by number are counted before they are written out.
+repeated by number, and pages are compressed. What a file says of its values is added up when it is opened, what its
+pages say of themselves before they are read, and texts that are repeated by number are counted before they are written
+out.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from eigentrace.disk.parquet_pages import Pages, pages_of
 
 # Bytes that the values of a file may take in memory: in any case, per byte of the file, and per row known to exist.
 _LEAST, _PER_BYTE, _PER_ROW = 1 << 30, 64, 128
@@ -24,7 +29,8 @@ class BoundedParquet:
 
     Args:
         make: Opens the file, given the names of the columns to read as dictionaries.
-        size: The bytes of the file.
+        raw: Opens the bytes of the file.
+        size: The number of its bytes.
         refuse: Returns the error to raise, given what is wrong.
         rows: The number of rows that are known to exist, if any.
     """
@@ -32,11 +38,13 @@ class BoundedParquet:
     def __init__(
         self,
         make: Callable[[list[str]], pq.ParquetFile],
+        raw: Callable[[], Any],
         size: int,
         refuse: Callable[[str], Exception],
         rows: int = 0,
     ) -> None:
-        self._make, self._refuse = make, refuse
+        self._make, self._raw, self._refuse = make, raw, refuse
+        self._pages: dict[tuple[int, int], Pages] = {}
         self.file = make([])
         self._coded: dict[tuple[str, ...], pq.ParquetFile] = {}
         self.metadata, self.schema = self.file.metadata, self.file.schema_arrow
@@ -55,6 +63,7 @@ class BoundedParquet:
         """Return row groups of some columns, all by default; raise the error if their values take too much memory."""
         groups = range(len(self.sizes)) if groups is None else groups
         names = list(self.schema.names if columns is None else columns)
+        self._check_pages(names, groups)
         coded = tuple(name for name in dict.fromkeys(names) if self._may_swell(name, groups))
         if coded and coded not in self._coded:
             self._coded[coded] = self._make(list(coded))
@@ -81,9 +90,34 @@ class BoundedParquet:
                 if about.num_values < 0 or (not leaf.max_repetition_level and about.num_values != rows):
                     what = f"column {leaf.path!r} of row group {number} has {about.num_values:,} values"
                     raise self._refuse(f"{what}, expected {rows:,}")
-                width = _WIDTHS.get(leaf.physical_type, leaf.length)
-                total += max(about.total_uncompressed_size, about.num_values * width)
+                total += max(about.total_uncompressed_size, about.num_values * _width(leaf))
         self.check(total)
+
+    def _check_pages(self, names: Sequence[str], groups: Sequence[int]) -> None:
+        """Raise the error if the pages that are about to be read would take too much memory."""
+        total, wanted = 0, set(names)
+        with closing(self._raw()) as file:
+            for number in groups:
+                group = self.metadata.row_group(number)
+                for at in range(group.num_columns):
+                    about = group.column(at)
+                    if about.path_in_schema in wanted or about.path_in_schema.split(".")[0] in wanted:
+                        pages = self._pages_of(file, number, at, about)
+                        total += max(pages.bytes, pages.values * _width(self.metadata.schema.column(at)))
+        self.check(total)
+
+    def _pages_of(self, file: Any, group: int, at: int, about: Any) -> Pages:
+        if (group, at) not in self._pages:
+            begins = [about.data_page_offset] + ([about.dictionary_page_offset] if about.has_dictionary_page else [])
+            start = min(begin for begin in begins if begin or len(begins) == 1)
+            try:
+                if start < 0 or about.total_compressed_size < 0:
+                    raise ValueError(f"it begins at byte {start:,} and has {about.total_compressed_size:,} bytes")
+                self._pages[group, at] = pages_of(file, start, start + about.total_compressed_size)
+            except ValueError as error:
+                where = f"column {about.path_in_schema!r} of row group {group}"
+                raise self._refuse(f"the pages of {where} cannot be read ({error})") from None
+        return self._pages[group, at]
 
     def _may_swell(self, name: str, groups: Sequence[int]) -> bool:
         """Return whether texts of a column, if repeated by number, could take too much memory, and can be counted."""
@@ -95,10 +129,15 @@ class BoundedParquet:
             for at in range(group.num_columns):
                 about = group.column(at)
                 if about.path_in_schema == name:
-                    if about.total_uncompressed_size >= _LARGEST_DICTIONARY:
+                    held = self._pages[number, at].bytes
+                    if held >= _LARGEST_DICTIONARY:
                         return False
-                    worst += about.num_values * about.total_uncompressed_size
+                    worst += about.num_values * held
         return worst > self.most
+
+
+def _width(leaf: Any) -> int:
+    return _WIDTHS.get(leaf.physical_type, leaf.length)
 
 
 _TEXTS = (

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -155,7 +156,7 @@ def opened_parquet(path: Path) -> BoundedParquet:
         return pq.ParquetFile(path, memory_map=True, read_dictionary=coded, page_checksum_verification=True)
 
     with reading(path):
-        return BoundedParquet(make, path.stat().st_size, lambda what: damaged_data(path, what))
+        return BoundedParquet(make, partial(path.open, "rb"), path.stat().st_size, partial(damaged_data, path))
 
 
 class Records:

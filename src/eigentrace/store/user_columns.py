@@ -175,7 +175,6 @@ class ColumnsFile:
         self, path: Path, rows: int | None = None, sums: Any = None, sha256: str | None = None, advice: str = ADVICE
     ) -> None:
         self.path, self._rows, self._sums, self._sha256, self._advice = path, rows, sums, sha256, advice
-        self._blocks: Blocks | None = None
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -199,21 +198,26 @@ class ColumnsFile:
     @cached_property
     def file(self) -> BoundedParquet:
         """The open file; use it within `reading`."""
-
-        def make(coded: list[str]) -> pq.ParquetFile:
-            source = self.path if self._blocks is None else VerifiedFile(self.path, self._blocks)
-            return pq.ParquetFile(source, read_dictionary=coded, page_checksum_verification=True)
-
-        with open_regular(self.path) as file:
+        path, advice, blocks = self.path, self._advice, None
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if self._sums is not None:
                 sums = np.frombuffer(b64decode(self._sums, validate=True), np.uint64)
-                self._blocks = Blocks(self.path, sums, size, self._advice)
+                blocks = Blocks(path, sums, size, advice)
             elif self._sha256 is not None:
-                verify_whole(self.path, file, self._sha256, self._advice)
-        found = BoundedParquet(make, size, lambda what: damaged(self.path, what, self._advice), self._rows or 0)
+                verify_whole(path, file, self._sha256, advice)
+
+        # These do not refer to this object: the file is closed when nobody refers to it.
+        def raw() -> Any:
+            return path.open("rb") if blocks is None else VerifiedFile(path, blocks)
+
+        def make(coded: list[str]) -> pq.ParquetFile:
+            source = path if blocks is None else raw()
+            return pq.ParquetFile(source, read_dictionary=coded, page_checksum_verification=True)
+
+        found = BoundedParquet(make, raw, size, lambda what: damaged(path, what, advice), self._rows or 0)
         if self._rows not in (None, found.metadata.num_rows):
-            raise damaged(self.path, f"it has {found.metadata.num_rows:,} rows, expected {self._rows:,}", self._advice)
+            raise damaged(path, f"it has {found.metadata.num_rows:,} rows, expected {self._rows:,}", advice)
         return found
 
     @contextmanager
