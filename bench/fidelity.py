@@ -2,6 +2,7 @@
 
 python -m bench.fidelity                          # everything: minutes on a GPU, hours on a CPU
 python -m bench.fidelity --regimes mlp,logistic   # results merge
+python -m bench.fidelity --parts ekfac            # only some of the methods
 python -m bench.fidelity --small                  # 200 examples, to see that all runs
 """
 
@@ -19,11 +20,14 @@ from torch import Tensor
 import eigentrace as et
 from bench.fidelity_page import (
     DELTAS,
+    EKFAC_CELL,
     KS,
     REGIMES,
+    SHARES,
     SIZES,
     STORED_TAILS,
     TAILS,
+    damped_cell,
     grid_cell,
     render,
     stored_cell,
@@ -34,9 +38,12 @@ from bench.peers.problem import Problem, Spec, make_problem
 from bench.peers.problems import PROBLEMS, SMALL
 from eigentrace.evaluate import Retrained, lds
 from eigentrace.fits.eigen_fit import EigenFit
+from eigentrace.fits.ekfac_fit import EKFACFit
 from harness.command import carried_out, choices, result_options, say, start
 from harness.measure import Cell, attempt
 from harness.record import Recorder
+
+PARTS = ("gradient", "ekfac", "arnoldi", "ensembles")
 
 _BOOTSTRAP = 200
 # K of the cells on stored features and ensembles, and the number of results of a shortlist.
@@ -69,7 +76,8 @@ def main(argv: Sequence[str]) -> int:
                 truth.make_truth(problem, cache, small=settings.small)
             facts = {"title": name, "parameters": problem.num_parameters, "settings": spec.settings}
             recorder = Recorder(run, path, name, facts)
-            failures += Regime(problem, truth.read_truth(truth.place(cache, spec.name), problem), recorder).measure()
+            regime = Regime(problem, truth.read_truth(truth.place(cache, spec.name), problem), recorder)
+            failures += regime.measure(settings.parts)
         return failures
 
     return carried_out("fidelity", settings, measure, render)
@@ -89,10 +97,31 @@ class Regime:
         self.k = min(_K, self.ks[-1])
         self.failures = 0
 
-    def measure(self) -> int:
-        """Measure the cells; return the number of failures."""
+    def measure(self, parts: Sequence[str]) -> int:
+        """Measure the cells of some parts; return the number of failures."""
+        if "gradient" in parts:
+            self._cell("gradient", lambda: self._fidelity(self._gradients(0)))
+        if "ekfac" in parts:
+            self._ekfac()
+        if "arnoldi" in parts:
+            self._arnoldi()
+        if "ensembles" in parts and self.problem.spec.models > 1:
+            self._ensembles()
+        return self.failures
+
+    def _ekfac(self) -> None:
+        fitted = et.EKFAC(sample=None).fit(et.classification(self.problem.at(0).model()), self.train)
+        self._cell(EKFAC_CELL, lambda: self._of_ekfac(fitted, _BOOTSTRAP))
+        for share in SHARES:
+            damped = fitted.damped(share * fitted.metric.mean)
+            self._cell(damped_cell(share), partial(self._of_ekfac, damped, 1))
+
+    def _of_ekfac(self, fitted: EKFACFit, bootstrap: int) -> Cell:
+        found = self._fidelity(fitted.influence(self.train, self.queries), bootstrap)
+        return found | {"delta": fitted.damping, "share": fitted.damping / fitted.metric.mean}
+
+    def _arnoldi(self) -> None:
         fitted = self._fit(0)
-        self._cell("gradient", lambda: self._fidelity(self._gradients(0)))
         for keep, tail in product(self.ks, TAILS):
             self._cell(tail_cell(tail, keep), partial(self._of, fitted.distill(keep, tail)))
         for keep, delta in product(self.ks, DELTAS):
@@ -101,9 +130,6 @@ class Regime:
         held = 0 if fitted.coordinates is None else fitted.coordinates.count
         for size, tail in product((size for size in SIZES if size <= held), STORED_TAILS):
             self._cell(stored_cell(tail, self.k, size), partial(self._of_stored, fitted.distill(self.k, tail), size))
-        if self.problem.spec.models > 1:
-            self._ensembles()
-        return self.failures
 
     def _fit(self, index: int) -> EigenFit:
         spec = self.problem.spec
@@ -164,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.fidelity", description="Scores against retraining.")
     every = list(specs(small=False))
     parser.add_argument("--regimes", type=choices(*every), default=every, help=",".join(every))
+    parser.add_argument("--parts", type=choices(*PARTS), default=PARTS, help=",".join(PARTS))
     parser.add_argument("--small", action="store_true", help="200 examples and a few steps, to see that all runs")
     parser.add_argument("--device", type=torch.device, help="cuda where there is one, else cpu")
     parser.add_argument("--cache", type=Path, default=Path("runs/peers"), help="keeps trained networks")

@@ -13,6 +13,9 @@ SIZES = (128, 256, 512, 1024, 4096)
 """Numbers R of stored coordinates."""
 DELTAS = tuple(10 ** (exponent / 2) for exponent in range(-7, 1))
 """Eight values of δ, half a decade apart."""
+SHARES = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 10.0)
+"""Values of EK-FAC's damping, as shares of the mean of its diagonal."""
+EKFAC_CELL = "ekfac/auto"
 REGIMES = {"mlp-short": (0.01, 10), "mlp-fast": (0.05, 20), "mlp-slow": (0.002, 50)}
 """Learning rate and epochs of the trainings besides the default one."""
 TAILS: tuple[Literal["auto", "shaped"] | None, ...] = (None, "auto", "shaped")
@@ -35,6 +38,11 @@ def grid_cell(keep: int, delta: float) -> str:
 def stored_cell(tail: str, keep: int, size: int) -> str:
     """Return the name of the cell of scores from stored features."""
     return f"stored/{tail}/{keep}/{size}"
+
+
+def damped_cell(share: float) -> str:
+    """Return the name of the cell of one damping of EK-FAC."""
+    return f"ekfac/{share:g}"
 
 
 def render(out: Path, small: bool) -> None:
@@ -65,6 +73,15 @@ def _machine(regimes: dict[str, Record], goals: bool) -> list[str]:
         if ensembles:
             lines += ["", "Averaged over networks from ten seeds:", ""]
             lines += table(["method", *(f"K = {k}" for k in keeps[-2:])], ensembles)
+    damped = [row for regime, record in regimes.items() for row in _ekfac(regime, record, notes)]
+    if damped:
+        headings = [
+            "regime",
+            "damping 0.1 × mean, the default",
+            *(f"{share:g} × mean" for share in SHARES),
+            "of the best",
+        ]
+        lines += ["", "### EK-FAC, by its damping", "", *table(headings, damped)]
     grid = [row for regime, record in regimes.items() for row in _grid(regime, record, goals, notes)]
     if grid:
         headings = ["regime", "K", "λ_K", "δ = λ_K", "best δ", "its LDS", "share of the best"]
@@ -92,6 +109,15 @@ def _cuts(regime: str, record: Record, keeps: list[int], goals: bool, notes: Not
                     text += "; " + judged(f"{gain:.2f} × truncated", gain, _GAIN_GOAL, at_least=True)
             row.append(text)
         yield [_NAMES[tail], *row]
+
+
+def _ekfac(regime: str, record: Record, notes: Notes) -> Iterator[list[str]]:
+    cells = record["cells"]
+    own, tried = cells.get(EKFAC_CELL), [cells.get(damped_cell(share)) for share in SHARES]
+    known = [cell["lds"] for cell in tried if cell and "lds" in cell]
+    if own and "lds" in own and known:
+        share = f"{own['lds'] / max(*known, own['lds']):.3f}"
+        yield [regime, _with_interval(own, notes), *(shown(cell, "lds", ".1f", notes) for cell in tried), share]
 
 
 def _ensembles(record: Record, keeps: list[int], notes: Notes) -> Iterator[list[str]]:
