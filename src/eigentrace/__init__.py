@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from eigentrace.fits.ensemble import Ensemble
     from eigentrace.fits.fitted import Fitted
     from eigentrace.fits.load import load
+    from eigentrace.fits.refine import Refine
     from eigentrace.fits.reliability import Reliability, rank_agreement
     from eigentrace.krylov.vectors import Basis
     from eigentrace.methods.arnoldi import Arnoldi
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from eigentrace.store.check import check
     from eigentrace.task.task import Task
     from eigentrace.task.tasks import causal_lm, classification, seq2seq
+    from eigentrace.task.training import Training
 
 __all__ = [
     # the trained model and its data
@@ -39,6 +41,7 @@ __all__ = [
     "classification",
     "seq2seq",
     "causal_lm",
+    "Training",
     "Data",
     # attribution methods
     "Arnoldi",
@@ -67,6 +70,7 @@ __all__ = [
     "rank_agreement",
     "Ensemble",
     "Compute",
+    "Refine",
     "load",
     "show_progress",
     # scores of a corpus, stored on disk
@@ -97,7 +101,9 @@ _HOMES = {
     "Support": "methods.support",
     "TangentRidge": "methods.tangent",
     **dict.fromkeys(("LossTracker", "LossHistory", "loss_callback"), "methods.loss_history"),
+    "Training": "task.training",
     "Fitted": "fits.fitted",
+    "Refine": "fits.refine",
     **dict.fromkeys(("Reliability", "rank_agreement"), "fits.reliability"),
     "Ensemble": "fits.ensemble",
     "Compute": "projection.engine",

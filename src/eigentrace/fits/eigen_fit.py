@@ -18,6 +18,7 @@ from eigentrace.fits.projected_fit import ProjectedFit
 from eigentrace.fits.tail_coordinates import Coordinates, check_wanted, gather
 from eigentrace.fits.weighted_directions import Block, Weights, kept_index, recut, weigh
 from eigentrace.krylov.eigenpairs import Eigenpairs, Spectrum
+from eigentrace.krylov.solve import Rows
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.projection.directions import DenseDirections, StackedDirections
 from eigentrace.projection.engine import Compute
@@ -234,6 +235,22 @@ class EigenFit(ProjectedFit):
     def recut_features(self, features: Tensor, source: "EigenFit") -> Tensor:  # (N, K'+R) -> (N, K+R)
         """Convert features of a larger cut of this fit into those of this cut, with dropped directions in the tail."""
         return recut(self.blocks[0], self._kept(), features, source.blocks[0], source._kept())
+
+    def _preconditioner(self, damping: Tensor) -> Rows:
+        """Return the multiplication by the inverse of GᵀΛG + D, with negative eigenvalues left out (Woodbury)."""
+        values = self.eigenpairs.spectrum.eigenvalues[: self.cut.keep]
+        kept = (values > 0).nonzero().flatten()
+        directions = self.eigenpairs.directions[kept.to(self.eigenpairs.directions.device)].to(damping)
+        scaled = directions / damping
+        inner = torch.diag(1 / values[kept].to(damping)) + scaled @ directions.T
+
+        def precondition(rows: Tensor) -> Tensor:
+            return rows / damping - torch.linalg.solve(inner, scaled @ rows.T).T @ scaled
+
+        return precondition
+
+    def _mean_eigenvalue(self) -> float:
+        return float(self.eigenpairs.spectrum.eigenvalues.clamp_min(0).sum()) / self.task.layout.numel
 
     def _manifest(self) -> dict[str, Any]:
         return fit_manifest(self) | cut_record(self.eigenpairs, self.cut, self.coordinates)

@@ -10,8 +10,9 @@ from eigentrace.fits.file_names import METRIC
 from eigentrace.fits.fitted import Capabilities, Fitted
 from eigentrace.fits.kronecker_metric import KroneckerMetric
 from eigentrace.fits.on_disk import fit_manifest
-from eigentrace.fits.solver_fit import solved_scores
+from eigentrace.fits.solved_scores import solved_scores
 from eigentrace.fits.weighted_directions import Norm
+from eigentrace.krylov.solve import Rows
 from eigentrace.numeric.accumulate import over
 from eigentrace.projection import Job
 from eigentrace.projection.engine import Compute
@@ -38,8 +39,8 @@ class EKFACFit(Fitted):
 
     @property
     def can(self) -> Capabilities:
-        """Influence, unit gradients and saving."""
-        return Capabilities(influence=True, unit_gradients=True, save=True)
+        """Influence, refined or not, unit gradients and saving."""
+        return Capabilities(influence=True, unit_gradients=True, save=True, refine=True)
 
     @property
     def positive_metric(self) -> bool:
@@ -60,9 +61,18 @@ class EKFACFit(Fitted):
 
     def _cross(self, train: Data, queries: Data, *, norm: Norm, compute: Compute) -> Tensor:
         check_loss_fingerprint(self.task, train)
-        return solved_scores(
-            self.task, lambda g: self.metric.inverse(g, self.damping), train, queries, norm=norm, compute=compute
-        )
+
+        def solve(gradients: Tensor) -> Tensor:
+            return self.metric.inverse(gradients, self.damping)
+
+        return solved_scores(self.task, solve, train, queries, norm=norm, compute=compute)[0]
+
+    def _preconditioner(self, damping: Tensor) -> Rows:
+        metric = self.metric.plus(damping)
+        return lambda rows: metric.inverse(rows, 0.0)
+
+    def _mean_eigenvalue(self) -> float:
+        return self.metric.mean
 
     def _manifest(self) -> dict[str, Any]:
         return fit_manifest(self) | {"metric": self.metric.record(), "damping": self.damping}

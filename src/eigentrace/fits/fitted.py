@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -18,9 +18,11 @@ from eigentrace.disk.tensors import begins_with
 from eigentrace.errors import InputError, MismatchError, NumericalError, UnsupportedError
 from eigentrace.fits.calibration import Calibration
 from eigentrace.fits.file_names import MOMENTS
+from eigentrace.fits.refine import Refine, Refined, refined
 from eigentrace.fits.reliability import Reliability
 from eigentrace.fits.weighted_directions import Norm, Term
 from eigentrace.krylov.eigenpairs import Spectrum
+from eigentrace.krylov.solve import Rows
 from eigentrace.projection.engine import Compute
 from eigentrace.settings import counted
 from eigentrace.task.task import Task
@@ -47,6 +49,8 @@ class Capabilities:
     """Coordinates that represent the tail, by `with_coordinates` and `stored`."""
     unit_gradients: bool = False
     """`normalize="gradient"`, which scales every gradient to unit length first."""
+    refine: bool = False
+    """`influence(refine=...)`, which solves with the curvature, preconditioned by the fit."""
 
 
 _REFUSALS = {
@@ -60,6 +64,7 @@ _REFUSALS = {
     "distill": "{} has no eigenpairs of the curvature that could be cut, and no tail. Use Arnoldi.",
     "coordinates": "{} has no eigenpairs of its own, and therefore no tail that coordinates could represent. Use a "
     "fit of Arnoldi; of an ensemble, use each member.",
+    "refine": "{} cannot precondition a solve with the curvature. Use EKFAC, or Arnoldi with a tail.",
     "unit_gradients": "{} uses no gradients of the loss, so normalize='gradient' is not supported. Use normalize=None.",
 }
 
@@ -134,6 +139,7 @@ class Fitted(ABC):
         *,
         normalize: Normalize = None,
         unit: Unit = None,
+        refine: Any = None,
         compute: Compute | None = None,
     ) -> Tensor:  # (Q, N)
         """Score every training example against every query, exactly.
@@ -144,9 +150,13 @@ class Fitted(ABC):
             normalize: None, "gradient" (every gradient to unit length), "features" (its projection on the directions to
                 unit length) or "metric" (cosine in the H⁻¹ metric).
             unit: None, or "nats": the predicted change of the query's loss when the example is removed.
+            refine: None for the fit's approximate inverse of the curvature; or a number of products with the curvature
+                per query, by which it is refined, or "converged", or `eigentrace.Refine(...)`. See `refined`.
             compute: Engine, precision, memory and batch size of the passes.
         """
         self._require("influence")
+        if refine is not None:
+            return self.refined(train, queries, refine, normalize=normalize, unit=unit, compute=compute).scores
         train, queries, compute = as_data(train), as_data(queries), checked_compute(compute)
         self._check(normalize, unit)
         scores = self._cross(train, queries, norm=None if normalize == "metric" else normalize, compute=compute)
@@ -155,6 +165,43 @@ class Fitted(ABC):
             of_queries = self._self(queries, queries=True, norm=None, compute=compute)
             scores = _cosine(scores, of_queries, of_train)
         return scores / self._divisor(unit)
+
+    def refined(
+        self,
+        train: Any,
+        queries: Any,
+        refine: Any = 3,
+        *,
+        normalize: Normalize = None,
+        unit: Unit = None,
+        compute: Compute | None = None,
+    ) -> Refined:
+        """Score by solving with the curvature of the training examples, and report how far the scores have settled.
+
+        All queries that fit in memory together share a Krylov space, preconditioned by this fit.
+
+        Args:
+            train: The training examples, from which the curvature is computed too.
+            queries: The examples whose loss, or `measurement` if the task has one, is explained.
+            refine: Number of products per query, "converged", or `eigentrace.Refine(...)`.
+            normalize: None, or "gradient" (every gradient to unit length).
+            unit: None, or "nats".
+            compute: Engine, precision, memory and batch size of the passes.
+        """
+        self._require("refine")
+        train, queries, compute, settings = (
+            as_data(train),
+            as_data(queries),
+            checked_compute(compute),
+            Refine.of(refine),
+        )
+        self._check(normalize, unit)
+        if normalize in ("metric", "features"):
+            raise InputError(f"normalize={normalize!r} is not supported with refine: use None or 'gradient'.")
+        norm: Norm = "gradient" if normalize == "gradient" else None
+        settings, mean = Refine.of(refine), self._mean_eigenvalue()
+        found = refined(self.task, self._preconditioner, mean, train, queries, settings, norm, compute)
+        return replace(found, scores=found.scores / self._divisor(unit))
 
     def features(self, data: Any, *, queries: bool = False, compute: Compute | None = None) -> Tensor:  # (N, K)
         """Project each example's gradient on the directions: φ(x) = G·∇L(x)."""
@@ -297,6 +344,12 @@ class Fitted(ABC):
         raise NotImplementedError
 
     def _features(self, data: Data, *, queries: bool, compute: Compute) -> Tensor:
+        raise NotImplementedError
+
+    def _preconditioner(self, damping: Tensor) -> Rows:
+        raise NotImplementedError
+
+    def _mean_eigenvalue(self) -> float:
         raise NotImplementedError
 
     def _spectrum(self) -> Spectrum:

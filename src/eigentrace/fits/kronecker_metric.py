@@ -86,14 +86,9 @@ class KroneckerMetric:
             matrix = matrix.narrow(dim, 0, matrix.shape[dim] - 1)
         found[name] = matrix.flatten(1)
 
-    def plus_diagonal(self, added: Mapping[str, float]) -> "KroneckerMetric":
-        """Return the metric with a multiple of the identity added for each parameter, such as an ℓ2 penalty."""
-        if not any(added.values()):
-            return self
-        whole = torch.zeros(1, self.layout.numel, dtype=self.layout.dtype, device=self.layout.device)
-        for name in self.layout.names:
-            whole[:, self.layout.span(name)] = added[name]
-        pieces = {name: whole[:, self.layout.span(name)] for name in self.layout.names}
+    def plus(self, added: Tensor) -> "KroneckerMetric":  # (P,)
+        """Return the metric with a diagonal matrix added, of which the diagonal in the metric's basis is kept."""
+        pieces = {name: added[None, self.layout.span(name)] for name in self.layout.names}
         total = {}
         for name, values in self.diagonal.items():
             left, right = (None if side is None else side.square() for side in self.bases.get(name, (None, None)))

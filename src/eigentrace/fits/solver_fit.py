@@ -9,10 +9,10 @@ from torch import Tensor
 
 from eigentrace.data import Data
 from eigentrace.fits.fitted import Capabilities, Fitted
+from eigentrace.fits.solved_scores import solved_scores
 from eigentrace.fits.weighted_directions import Norm
 from eigentrace.numeric.accumulate import over
-from eigentrace.projection import Job, gradients, in_chunks, project
-from eigentrace.projection.directions import DenseDirections
+from eigentrace.projection import Job, gradients, in_chunks
 from eigentrace.projection.engine import Compute
 from eigentrace.task.task import Task
 
@@ -42,27 +42,4 @@ class SolvedFit(Fitted):
         return torch.cat(scores)
 
     def _cross(self, train: Data, queries: Data, *, norm: Norm, compute: Compute) -> Tensor:
-        return solved_scores(self.task, self.solve, train, queries, norm=norm, compute=compute)
-
-
-def solved_scores(
-    task: Task, solve: Callable[[Tensor], Tensor], train: Data, queries: Data, *, norm: Norm, compute: Compute
-) -> Tensor:  # (Q, N)
-    """Return the products of the gradients of examples with the solutions for the gradients of queries.
-
-    As many queries as fit in memory share a pass over the examples.
-    """
-    total = torch.zeros(len(queries), len(train), dtype=task.layout.dtype, device="cpu")
-    start = 0
-    with task.session():
-        query_job = Job.of(task, "measurements", compute=compute)
-        for g in in_chunks(gradients(query_job, queries), query_job.budget // 4):
-            solved = solve(over(g, g.norm(dim=1, keepdim=True)) if norm else g)
-            job = Job.of(task, "losses", DenseDirections(solved, task.layout), norm is not None, compute)
-            for batch, found in project(job, train):
-                scores = found.features
-                if norm:
-                    scores = over(scores, found.squares().sqrt()[:, None])
-                total[start : start + len(g), batch.rows] = scores.T.cpu()
-            start += len(g)
-    return total
+        return solved_scores(self.task, self.solve, train, queries, norm=norm, compute=compute)[0]

@@ -12,7 +12,7 @@ from eigentrace.methods.method import ready
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.projection import Job
 from eigentrace.settings import check_above_zero, check_counts, settings_of, settings_repr
-from eigentrace.task.task import Task
+from eigentrace.task.task import Task, penalty_of
 
 # damping="auto" is this share of the mean of the diagonal: between .03 and .1 predicted retraining best on a language
 # model, and on digits the results hardly depend on it (docs/results/fidelity.md).
@@ -75,4 +75,5 @@ class EKFAC:
         if self.labels == "drawn":
             drawn = DrawnGradients(task, self.seed)
             job = replace(job, function=drawn, prepare=drawn.prepare)
-        return measured_metric(job, data).plus_diagonal(task.l2)
+        metric = measured_metric(job, data)
+        return metric.plus(penalty_of(task)) if any(task.l2.values()) else metric

@@ -17,6 +17,7 @@ from eigentrace.task.identity import LossFingerprint, WeightSums, fingerprint
 from eigentrace.task.layout import Layout
 from eigentrace.task.parameters import Coverage, Params, aliases_of, coverage_of, match_values, select_params, some
 from eigentrace.task.session import lookup_outside, prepared
+from eigentrace.task.training import Training
 from eigentrace.task.user_function import is_forward_mode, user_function
 
 ModelFunction = Callable[[nn.Module, Any], Any]
@@ -48,6 +49,7 @@ class Task:
         measurement: `measurement(model, batch) -> Tensor (B,)`, a query's scalar that is explained; the loss if None.
         labels: `labels(batch) -> Tensor (B,)`, the given class of each example, to be stored in runs. The outputs must
             then be one number per class.
+        training: How the model was trained, from which solves take their damping.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Task:
         output_loss: Callable[[Any, Any], Tensor] | None = None,
         measurement: ModelFunction | None = None,
         labels: Callable[[Any], Tensor] | None = None,
+        training: Training | None = None,
     ) -> None:
         _check_functions(model, loss, outputs, output_loss, measurement)
         if labels is not None and outputs is None:
@@ -69,6 +72,9 @@ class Task:
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self._outputs, self._output_loss, self._measurement = outputs, output_loss, measurement
         self._labels = labels
+        if training is not None and not isinstance(training, Training):
+            raise TaskError(f"training must be an eigentrace.Training or None, got {type(training).__name__}.")
+        self.training = training
         self._loss: ModelFunction = loss or (lambda m, batch: output_loss(outputs(m, batch), batch))  # type: ignore[misc]
         selected = select_params(self.model, params)
         self.params: dict[str, Tensor] = {name: p.detach() for name, p in selected.items()}
@@ -399,3 +405,12 @@ def _check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
                 f"Checkpoint tensor {name!r} has shape {tuple(state[name].shape)}, the model's has "
                 f"{tuple(tensor.shape)}. It seems to belong to another model."
             )
+
+
+def penalty_of(task: Task) -> Tensor:  # (P,)
+    """Return λ of the ℓ2 penalty of each element of the flat vector."""
+    layout = task.layout
+    found = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+    for name in layout.names:
+        found[layout.span(name)] = task.l2[name]
+    return found

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from eigentrace.errors import TaskError
 from eigentrace.task.parameters import Params
 from eigentrace.task.task import ModelFunction, Task
+from eigentrace.task.training import Training
 
 Reduction = Literal["sum", "mean"]
 _IGNORED = -100
@@ -21,6 +22,7 @@ def classification(
     l2: float | Mapping[str, float] = 0.0,
     *,
     measurement: ModelFunction | None = None,
+    training: Training | None = None,
 ) -> Task:
     """Create a task for a classifier trained with cross-entropy.
 
@@ -60,6 +62,7 @@ def classification(
         outputs=outputs,
         output_loss=output_loss,
         measurement=measurement,
+        training=training,
         labels=labels,
     )
 
@@ -71,6 +74,7 @@ def seq2seq(
     *,
     reduction: Reduction = "sum",
     measurement: ModelFunction | None = None,
+    training: Training | None = None,
 ) -> Task:
     """Create a task for a Hugging Face style encoder-decoder.
 
@@ -84,7 +88,7 @@ def seq2seq(
             inputs["decoder_input_ids"] = _decoder_inputs(model, labels)
         return _logits(_run(model, inputs))
 
-    return _token_task(model, params, l2, outputs, _token_labels, reduction, measurement)
+    return _token_task(model, params, l2, outputs, _token_labels, reduction, measurement, training)
 
 
 def causal_lm(
@@ -94,6 +98,7 @@ def causal_lm(
     *,
     reduction: Reduction = "sum",
     measurement: ModelFunction | None = None,
+    training: Training | None = None,
 ) -> Task:
     """Create a task for a Hugging Face style decoder: position t predicts label t+1.
 
@@ -106,7 +111,9 @@ def causal_lm(
         _token_labels(batch)  # checked before the model runs, for a clear error if the batch dimension is missing
         return _logits(_run(model, inputs))[:, :-1]
 
-    return _token_task(model, params, l2, outputs, lambda batch: _token_labels(batch)[:, 1:], reduction, measurement)
+    return _token_task(
+        model, params, l2, outputs, lambda batch: _token_labels(batch)[:, 1:], reduction, measurement, training
+    )
 
 
 def _token_task(
@@ -117,6 +124,7 @@ def _token_task(
     targets: Callable[[Any], Tensor],
     reduction: Reduction,
     measurement: ModelFunction | None,
+    training: Training | None,
 ) -> Task:
     if reduction not in ("sum", "mean"):
         raise TaskError(f"reduction must be 'sum' or 'mean' over the tokens of an example, got {reduction!r}.")
@@ -133,7 +141,15 @@ def _token_task(
         total = losses.where(valid, 0.0).sum(dim=1)
         return total if reduction == "sum" else total / valid.sum(dim=1).clamp_min(1)
 
-    return Task(model, params=params, l2=l2, outputs=outputs, output_loss=output_loss, measurement=measurement)
+    return Task(
+        model,
+        params=params,
+        l2=l2,
+        outputs=outputs,
+        output_loss=output_loss,
+        measurement=measurement,
+        training=training,
+    )
 
 
 def _decoder_inputs(model: nn.Module, labels: Tensor) -> Tensor:  # (B, T) -> (B, T)

@@ -1,0 +1,175 @@
+"""Influence by solving with the curvature itself, preconditioned by a fit."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from eigentrace.curvature.operator import Curvature, resolve_kind, working_form
+from eigentrace.data import Data
+from eigentrace.errors import EigentraceWarning, InputError
+from eigentrace.fits.solved_scores import solved_scores
+from eigentrace.fits.weighted_directions import Norm
+from eigentrace.krylov.solve import Rows, Solution, solve
+from eigentrace.numeric.rank_correlation import spearman
+from eigentrace.numeric.seeding import generator_of
+from eigentrace.projection.engine import Compute
+from eigentrace.settings import check_above_zero, check_counts, counted, settings_repr
+from eigentrace.task.task import Task
+
+# Without a record of the training, the damping is this share of the mean eigenvalue: a guess.
+GUESSED_SHARE = 30.0
+# Rank correlation of the scores with those of one round less below which a warning is issued.
+_SETTLED = 0.98
+# rounds="converged": the relative residual at the end, and the most rounds.
+_TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
+_MOST_ROUNDS = 10_000
+# Vectors of P numbers besides the basis of a solve, per query.
+_BESIDES = 6
+
+
+@dataclass(frozen=True)
+class Refine:
+    """How influence is refined by products with the curvature: (H + D)x = g is solved for each query's gradient g."""
+
+    rounds: int | Literal["converged"] = 3
+    """Products with the curvature per query; rankings settle after about three with EK-FAC. "converged" goes on until
+    the residual is small."""
+    damping: float | Literal["auto"] = "auto"
+    """D: a number, for a multiple of the identity; or "auto" for that of the training (`Task(training=...)`). Without a
+    record of the training, "auto" is a guess, with a warning."""
+    sample: int | None = 8192
+    """Number of the training examples that the curvature is computed on, drawn once; None for all."""
+    curvature: Literal["gauss-newton", "hessian"] = "gauss-newton"
+    """The matrix H; the Hessian only where it is positive definite with its damping."""
+    seed: int = 0
+    """Seed of the sample."""
+
+    __repr__ = settings_repr
+
+    def __post_init__(self) -> None:
+        if self.rounds != "converged":
+            check_counts(1, rounds=self.rounds)
+        if self.damping != "auto":
+            check_above_zero(damping=self.damping)
+        if self.sample is not None:
+            check_counts(1, sample=self.sample)
+        check_counts(0, seed=self.seed)
+        if self.curvature not in ("gauss-newton", "hessian"):
+            raise InputError(f"curvature must be 'gauss-newton' or 'hessian', got {self.curvature!r}.")
+
+    @staticmethod
+    def of(value: Any) -> "Refine":
+        """Return the settings that `refine=` of `influence` stands for: itself, or a number of rounds."""
+        return value if isinstance(value, Refine) else Refine(value)
+
+
+@dataclass(frozen=True)
+class Refined:
+    """Refined scores, and how far they have settled."""
+
+    scores: Tensor = field(repr=False)  # (Q, N)
+    residuals: Tensor = field(repr=False)  # (Q,)
+    """‖g − (H + D)x‖ / ‖g‖ of each query."""
+    agreement: Tensor = field(repr=False)  # (Q,)
+    """Rank correlation of the scores of each query with those of one round less."""
+    num_products: int
+    """Products with the curvature, for all queries together."""
+    is_guess: bool
+    """Whether the damping was guessed."""
+
+    def __repr__(self) -> str:
+        counts = counted(len(self.residuals), "query"), counted(self.num_products, "product")
+        return (
+            f"<Refined: {', '.join(counts)}, residual {float(self.residuals.max()):.2g}, "
+            f"rank agreement with the round before {float(self.agreement.mean()):.3f}>"
+        )
+
+
+def refined(
+    task: Task,
+    preconditioner: Callable[[Tensor], Rows],
+    mean: float,
+    train: Data,
+    queries: Data,
+    settings: Refine,
+    norm: Norm,
+    compute: Compute,
+) -> Refined:
+    """Solve for the gradients of all queries, in blocks that fit in memory, and score the training examples.
+
+    Args:
+        task: The task of the fit.
+        preconditioner: Returns the multiplication by the inverse of the fit's curvature plus a diagonal (P,).
+        mean: The mean eigenvalue of the fit's curvature.
+        train: The training examples, from which the curvature sample is drawn.
+        queries: The queries.
+        settings: How to refine.
+        norm: Whether gradients are scaled to unit length.
+        compute: Engine, precision, memory and batch size of the passes.
+    """
+    damping, is_guess = _damping(task, settings, mean)
+    solutions: list[Solution] = []
+    with task.session():
+        rows = None if settings.sample is None else train.sample(settings.sample, generator_of(settings.seed))
+        curvature = Curvature(task, train, rows, resolve_kind(settings.curvature, task))
+        curvature = replace(curvature, form=working_form(curvature, curvature.first_batch()))
+        precondition = preconditioner(damping)
+        vector = task.layout.numel * task.layout.dtype.itemsize
+        room = max(4, compute.budget(task.layout.device) // vector)
+        whole = settings.rounds == "converged"
+        rounds = _MOST_ROUNDS if whole else int(settings.rounds)
+        tolerance = _TOLERANCE[task.layout.dtype] if whole else 0.0
+
+        def solved(right: Tensor) -> Tensor:  # (q, P) -> (2q, P)
+            found = solve(
+                lambda v: curvature.matmat(v) + damping * v, precondition, right, rounds, tolerance=tolerance, room=room
+            )
+            solutions.append(found)
+            return torch.cat([found.vectors, found.before])
+
+        at_once = max(1, room // (2 * min(rounds, 8) + _BESIDES))
+        scores, before = solved_scores(
+            task, solved, train, queries, norm=norm, compute=compute, each=2, most=at_once * vector
+        )
+    found = Refined(
+        scores,
+        torch.cat([one.residuals for one in solutions]).cpu(),
+        torch.from_numpy(spearman(scores.double().numpy(), before.double().numpy())),
+        sum(one.num_products for one in solutions),
+        is_guess,
+    )
+    _warn_unless_settled(found, settings)
+    return found
+
+
+def _damping(task: Task, settings: Refine, mean: float) -> tuple[Tensor, bool]:  # (P,)
+    """Return the damping of each parameter, and whether it is a guess."""
+    layout = task.layout
+    if settings.damping == "auto" and task.training is not None:
+        return task.training.damping(layout, has_penalty=any(task.l2.values())), False
+    value = GUESSED_SHARE * mean if settings.damping == "auto" else float(settings.damping)
+    if settings.damping == "auto":
+        warnings.warn(
+            f"The damping of the refined scores is a guess, {value:.2g}: {GUESSED_SHARE:g} × the mean eigenvalue of "
+            "the fit. That of the training is better: pass training=eigentrace.Training(...) to the task, or set "
+            "Refine(damping=...).",
+            EigentraceWarning,
+            stacklevel=4,
+        )
+    return torch.full((layout.numel,), value, dtype=layout.dtype, device=layout.device), settings.damping == "auto"
+
+
+def _warn_unless_settled(found: Refined, settings: Refine) -> None:
+    mean = float(found.agreement.nanmean())
+    if settings.rounds != "converged" and mean < _SETTLED:
+        warnings.warn(
+            f"The last round still changed the rankings: they agree with those before at {mean:.3f} (Spearman, mean of "
+            f"{counted(len(found.agreement), 'query')}; {_SETTLED} or more is settled). Use more rounds than "
+            f"{settings.rounds}, or a larger damping.",
+            EigentraceWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,268 @@
+"""How a model was trained, from which the damping of a solve follows.
+
+A training is finite. With D the optimizer's preconditioner (1 for SGD, 1/(√v̂ + ε) for Adam) and τ the sum of learning
+rates, what the training left undone acts like a damping of D⁻¹/τ: see docs/tail.md.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eigentrace.disk.bounded import check_regular, read_json
+from eigentrace.errors import InputError, MismatchError
+from eigentrace.settings import check_above_zero, check_not_negative, counted, settings_repr
+from eigentrace.task.layout import Layout
+
+# v̂ is at least this share of its mean in the parameter, squared root: entries that were never updated have v̂ = 0.
+_LEAST_SHARE = 1e-3
+# Names of parameters without weight decay in the Trainer of transformers: of today, and of earlier versions.
+_WITHOUT_DECAY = (r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", "bias")
+# Entries of the groups of optimizers with second moments: Adam's, and those of Adafactor in torch and transformers.
+_ADAPTIVE = ("betas", "beta2_decay", "decay_rate")
+
+
+@dataclass(frozen=True)
+class Training:
+    """The optimizer of a training, as far as it determines the damping."""
+
+    lr_sum: float | Mapping[str, float]
+    """τ, the sum of the learning rates of all steps; or one by parameter name, if they differ."""
+    momentum: float = 0.0
+    """Momentum of SGD (also Nesterov's), by which the sum of learning rates is divided as 1 − momentum; 0 for Adam."""
+    second_moments: Mapping[str, Tensor] | None = field(default=None, repr=False)
+    """v̂ of Adam by parameter name, with the correction of its bias; None for SGD."""
+    eps: float = 1e-8
+    """ε of Adam."""
+    weight_decay: float | Mapping[str, float] = 0.0
+    """The optimizer's weight decay; or one by parameter name."""
+    decoupled: bool = False
+    """Whether weight decay is decoupled, as in AdamW, rather than a gradient."""
+    loss_scale: float = 1.0
+    """c, if the loss of the task is c times the loss that was trained on: the mean number of tokens of an example, for
+    sums over tokens of a training on their mean."""
+
+    __repr__ = settings_repr
+
+    def __post_init__(self) -> None:
+        sums = self.lr_sum.values() if isinstance(self.lr_sum, Mapping) else [self.lr_sum]
+        for value in sums:
+            check_above_zero(lr_sum=value)
+        decays = self.weight_decay.values() if isinstance(self.weight_decay, Mapping) else [self.weight_decay]
+        for value in decays:
+            check_not_negative(weight_decay=value)
+        check_above_zero(loss_scale=self.loss_scale)
+        check_not_negative(momentum=self.momentum, eps=self.eps)
+        if self.momentum >= 1:
+            raise InputError(f"momentum must be below 1, got {self.momentum}.")
+
+    def damping(self, layout: Layout, has_penalty: bool = False) -> Tensor:  # (P,)
+        """Return the damping of each parameter.
+
+        Args:
+            layout: The parameters.
+            has_penalty: Whether the task's own penalty stands for coupled weight decay.
+        """
+        found = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
+        for name in layout.names:
+            inverse = self._inverse_preconditioner(name, layout)
+            tau = _of(self.lr_sum, name, "lr_sum") / (1 - self.momentum)
+            decay = _of(self.weight_decay, name, "weight_decay")
+            coupled = 0.0 if self.decoupled or has_penalty else decay
+            found[layout.span(name)] = self.loss_scale * (
+                inverse * (1 / tau + (decay if self.decoupled else 0.0)) + coupled
+            )
+        return found
+
+    def _inverse_preconditioner(self, name: str, layout: Layout) -> Tensor | float:  # (p,)
+        if self.second_moments is None:
+            return 1.0
+        if name not in self.second_moments:
+            raise MismatchError(
+                f"The record of the training has no second moments of {name!r}. It has those of "
+                f"{counted(len(self.second_moments), 'parameter')}: pass the optimizer of this model."
+            )
+        moments, shape = self.second_moments[name], layout.shapes[layout.names.index(name)]
+        if moments.shape != shape:
+            raise MismatchError(
+                f"The second moments of {name!r} have shape {tuple(moments.shape)}, and the parameter {tuple(shape)}: "
+                "pass the optimizer of this model."
+            )
+        roots = moments.detach().to(layout.device, layout.dtype).clamp_min(0).sqrt().flatten()
+        return roots.clamp_min(_LEAST_SHARE * float(roots.square().mean().sqrt())) + self.eps
+
+    @classmethod
+    def from_optimizer(
+        cls, optimizer: torch.optim.Optimizer, model: nn.Module, lrs: Sequence[float], *, loss_scale: float = 1.0
+    ) -> "Training":
+        """Read an optimizer at the end of a training.
+
+        Args:
+            optimizer: SGD, Adam, AdamW or Adafactor of torch, with its state.
+            model: The model that it trained, for the names of its parameters.
+            lrs: The learning rate of every step.
+            loss_scale: See the class.
+        """
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        held = [(group, [names.get(id(p)) for p in group["params"]]) for group in optimizer.param_groups]
+        state = {names[id(p)]: one for p, one in optimizer.state.items() if id(p) in names}
+        if any(None in group for _, group in held):
+            raise MismatchError(
+                f"The optimizer has parameters that {type(model).__name__} does not have: pass the model that it "
+                "trained, with the same parameter objects."
+            )
+        total, what = math.fsum(float(lr) for lr in lrs), type(optimizer).__name__
+        return _training(held, state, dict.fromkeys(range(len(held)), total), loss_scale, what, what)
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, model: nn.Module, *, loss_scale: float = 1.0) -> "Training":
+        """Read a checkpoint folder of Hugging Face's Trainer: `optimizer.pt` and `trainer_state.json`.
+
+        Learning rates between two logged ones are interpolated. Nothing in the folder is run.
+
+        Args:
+            path: The folder.
+            model: The model, for the names of its parameters.
+            loss_scale: See the class.
+        """
+        folder = Path(path)
+        check_regular(folder / "optimizer.pt")
+        saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+        found = read_json(folder / "trainer_state.json")
+        try:
+            groups, states = saved["param_groups"], saved["state"]
+            steps, history = int(found["global_step"]), found["log_history"]
+            logged = [(int(one["step"]), float(one["learning_rate"])) for one in history if "learning_rate" in one]
+        except (LookupError, TypeError, ValueError) as error:
+            raise MismatchError(f"{folder} is not a checkpoint of a Trainer, or damaged ({error!r}).") from None
+        if not logged:
+            raise MismatchError(
+                f"{folder / 'trainer_state.json'} has no learning rates: the Trainer logged none. Train with "
+                "logging_steps set, or pass their sum: eigentrace.Training(lr_sum=...)."
+            )
+        held = list(_named_groups(groups, states, model, folder))
+        state = {
+            name: states[index]
+            for (group, names) in held
+            for index, name in zip(group["params"], names, strict=True)
+            if index in states
+        }
+        total = _sum_of_rates(logged, steps)
+        sums = dict.fromkeys(range(len(held)), total)
+        return _training(held, state, sums, loss_scale, f"the optimizer in {folder}")
+
+
+def _of(value: float | Mapping[str, float], name: str, what: str) -> float:
+    if not isinstance(value, Mapping):
+        return float(value)
+    if name not in value:
+        raise MismatchError(f"The record of the training has no {what} of {name!r}: give one for every parameter.")
+    return float(value[name])
+
+
+def _training(
+    held: Sequence[tuple[Mapping[str, Any], list[Any]]],
+    state: Mapping[str, Mapping[str, Any]],
+    sums: Mapping[int, float],
+    loss_scale: float,
+    what: str,
+    kind: str = "AdamW",
+) -> Training:
+    """Return the record of groups of named parameters and their states."""
+    lr_sum, decay, moments = {}, {}, {}
+    momentum, eps = set(), set()
+    decoupled = False
+    for number, (group, names) in enumerate(held):
+        is_adam = any(name in group for name in _ADAPTIVE)
+        momentum.add(0.0 if is_adam else float(group.get("momentum", 0.0)))
+        # Adam's group says so in recent versions of torch; the Trainer's Adam is AdamW, and Adafactor decouples too.
+        decoupled |= is_adam and bool(group.get("decoupled_weight_decay", kind != "Adam"))
+        if is_adam:
+            found = group["eps"]
+            eps.add(float(found[0] or 0.0) if isinstance(found, tuple | list) else float(found))
+        for name in names:
+            lr_sum[name], decay[name] = sums[number], float(group.get("weight_decay", 0.0))
+            if is_adam:
+                moments[name] = _second_moments(state.get(name, {}), group, name, what)
+    if len(momentum) > 1 or len(eps) > 1 or (moments and len(moments) < len(lr_sum)):
+        raise InputError(f"The groups of {what} have different settings of momentum or ε, which is not supported.")
+    return Training(
+        lr_sum,
+        momentum.pop(),
+        moments or None,
+        eps.pop() if eps else 1e-8,
+        decay,
+        decoupled,
+        loss_scale,
+    )
+
+
+def _second_moments(state: Mapping[str, Any], group: Mapping[str, Any], name: str, what: str) -> Tensor:
+    """Return v̂ of a parameter: Adam's with the correction of its bias, or Adafactor's from its factors."""
+    step = float(state.get("step", 0))
+    for key in ("max_exp_avg_sq", "exp_avg_sq"):
+        if key in state and "betas" in group and step:
+            return state[key].double() / (1 - float(group["betas"][1]) ** step)
+    for key in ("variance", "exp_avg_sq"):
+        if key in state:
+            return state[key].double()
+    for rows, columns in (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col")):
+        if rows in state and columns in state:
+            left, right = state[rows].double(), state[columns].double()
+            if left.ndim == right.ndim and left.shape[-1] != 1:  # transformers leaves out the dimension of size 1
+                left, right = left[..., None], right[..., None, :]
+            return left * right / left.mean(dim=-2, keepdim=True).clamp_min(1e-300)
+    raise MismatchError(
+        f"{what} has no second moments of {name!r}. Expected the state of SGD, Adam, AdamW or Adafactor after at least "
+        "one step; for another optimizer pass them: eigentrace.Training(lr_sum=..., second_moments={...})."
+    )
+
+
+def _named_groups(
+    groups: Any, states: Any, model: nn.Module, folder: Path
+) -> Iterator[tuple[Mapping[str, Any], list[str]]]:
+    """Name the parameters of a saved optimizer, which numbers them: the Trainer puts those with decay first."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    orders = [[list(trained)]]
+    for patterns in _WITHOUT_DECAY:
+        decayed = _decayed(model, patterns)
+        parts = [[n for n in trained if n in decayed], [n for n in trained if n not in decayed]]
+        orders += [parts, [part for part in parts if part]]
+    for order in orders:
+        if [len(part) for part in order] != [len(group["params"]) for group in groups]:
+            continue
+        pairs = [(i, n) for g, part in zip(groups, order, strict=True) for i, n in zip(g["params"], part, strict=True)]
+        shapes = ((states[i].get("exp_avg_sq"), trained[n].shape) for i, n in pairs if i in states)
+        if all(held is None or held.shape == shape for held, shape in shapes):
+            yield from zip(groups, order, strict=True)
+            return
+    raise MismatchError(
+        f"The optimizer in {folder} has groups of {[len(group['params']) for group in groups]} parameters, which are "
+        f"not those of {type(model).__name__} ({len(trained)} trained). Load the model of the same checkpoint, with "
+        "the same parameters frozen; or use Training.from_optimizer."
+    )
+
+
+def _decayed(model: nn.Module, patterns: str) -> set[str]:
+    """Return the names of the parameters to which the Trainer applies weight decay: no biases, no normalisations."""
+    inside = {
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    names = (name for name, _ in model.named_parameters())
+    return {name for name in names if name not in inside and not re.search(patterns, name.lower())}
+
+
+def _sum_of_rates(logged: list[tuple[int, float]], steps: int) -> float:
+    """Sum the learning rates of all steps, with those between two logged ones interpolated."""
+    import numpy as np
+
+    at, rates = np.array(logged, dtype=np.float64).T
+    return float(np.interp(np.arange(1, steps + 1), at, rates).sum())
