@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from eigentrace.store.check import check
     from eigentrace.task.task import Task
     from eigentrace.task.tasks import causal_lm, classification, seq2seq
-    from eigentrace.task.training import Training
+    from eigentrace.task.training_record import Training
 
 __all__ = [
     # the trained model and its data
@@ -101,7 +101,7 @@ _HOMES = {
     "Support": "methods.support",
     "TangentRidge": "methods.tangent",
     **dict.fromkeys(("LossTracker", "LossHistory", "loss_callback"), "methods.loss_history"),
-    "Training": "task.training",
+    "Training": "task.training_record",
     "Fitted": "fits.fitted",
     "Refine": "fits.refine",
     **dict.fromkeys(("Reliability", "rank_agreement"), "fits.reliability"),

@@ -81,6 +81,11 @@ MADE = {
         400, 9, "hessian", 0.5, positive_only=True, sample=None, basis=et.Basis(dtype="bf16"), compile=False
     ),
     ("Basis", "bf16"): lambda m: et.Basis(dtype="bf16"),
+    ("Refine", "rounds=5"): lambda m: et.Refine(5),
+    ("Training", "lr_sum=2.5"): lambda m: et.Training(2.5, second_moments={"0.weight": torch.ones(9)}),
+    ("Refined", ROWS, "residual"): lambda m: (
+        et.EKFAC().fit(m.task, m.data).refined(m.data, m.data, et.Refine(20, damping=0.1))
+    ),
     ("Compute", "forward"): lambda m: Compute(engine="forward"),
     ("TracIn", 4): lambda m: et.TracIn(m.states),
     ("MeanLoss", 4): lambda m: et.MeanLoss(m.states),

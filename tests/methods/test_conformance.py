@@ -221,6 +221,7 @@ def ask(fitted: et.Fitted, what: str, data: Any, path: Any) -> Any:
         "distill": lambda: fitted.distill(keep=1),
         "coordinates": lambda: fitted.with_coordinates(data, 3),
         "unit_gradients": lambda: fitted.self_influence(data, normalize="gradient"),
+        "refine": lambda: fitted.influence(data, data, refine=et.Refine(12, damping=0.1)),
     }
     return questions[what]()
 

@@ -17,7 +17,7 @@ from eigentrace.task.identity import LossFingerprint, WeightSums, fingerprint
 from eigentrace.task.layout import Layout
 from eigentrace.task.parameters import Coverage, Params, aliases_of, coverage_of, match_values, select_params, some
 from eigentrace.task.session import lookup_outside, prepared
-from eigentrace.task.training import Training
+from eigentrace.task.training_record import Training
 from eigentrace.task.user_function import is_forward_mode, user_function
 
 ModelFunction = Callable[[nn.Module, Any], Any]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from eigentrace.errors import TaskError
 from eigentrace.task.parameters import Params
 from eigentrace.task.task import ModelFunction, Task
-from eigentrace.task.training import Training
+from eigentrace.task.training_record import Training
 
 Reduction = Literal["sum", "mean"]
 _IGNORED = -100

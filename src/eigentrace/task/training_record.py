@@ -5,7 +5,9 @@ rates, what the training left undone acts like a damping of D⁻¹/τ: see docs/
 """
 
 import math
+import pickle
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from eigentrace.disk.bounded import check_regular, read_json
 from eigentrace.errors import InputError, MismatchError
-from eigentrace.settings import check_above_zero, check_not_negative, counted, settings_repr
+from eigentrace.settings import check_above_zero, check_not_negative, counted
 from eigentrace.task.layout import Layout
 
 # v̂ is at least this share of its mean in the parameter, squared root: entries that were never updated have v̂ = 0.
@@ -47,7 +49,12 @@ class Training:
     """c, if the loss of the task is c times the loss that was trained on: the mean number of tokens of an example, for
     sums over tokens of a training on their mean."""
 
-    __repr__ = settings_repr
+    def __repr__(self) -> str:
+        sums = sorted(set(self.lr_sum.values())) if isinstance(self.lr_sum, Mapping) else [self.lr_sum]
+        parts = [f"lr_sum={' or '.join(f'{value:.4g}' for value in sums[:3])}"]
+        parts += [f"momentum={self.momentum:g}"] if self.momentum else []
+        parts += [f"second moments of {counted(len(self.second_moments), 'parameter')}"] if self.second_moments else []
+        return f"<Training: {', '.join(parts)}>"
 
     def __post_init__(self) -> None:
         sums = self.lr_sum.values() if isinstance(self.lr_sum, Mapping) else [self.lr_sum]
@@ -131,8 +138,7 @@ class Training:
             loss_scale: See the class.
         """
         folder = Path(path)
-        check_regular(folder / "optimizer.pt")
-        saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+        saved = _read_optimizer(folder / "optimizer.pt")
         found = read_json(folder / "trainer_state.json")
         try:
             groups, states = saved["param_groups"], saved["state"]
@@ -157,6 +163,16 @@ class Training:
         return _training(held, state, sums, loss_scale, f"the optimizer in {folder}")
 
 
+def _read_optimizer(path: Path) -> Any:
+    check_regular(path)
+    try:
+        with warnings.catch_warnings():  # of an old or foreign pickle, which is then refused
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError) as error:
+        raise MismatchError(f"{path} is no state of an optimizer without code, or damaged: {error}") from None
+
+
 def _of(value: float | Mapping[str, float], name: str, what: str) -> float:
     if not isinstance(value, Mapping):
         return float(value)
@@ -179,6 +195,11 @@ def _training(
     decoupled = False
     for number, (group, names) in enumerate(held):
         is_adam = any(name in group for name in _ADAPTIVE)
+        if not is_adam and "dampening" not in group:
+            raise InputError(
+                f"{what} is neither SGD nor Adam, AdamW or Adafactor. Give the numbers that it amounts to: "
+                "eigentrace.Training(lr_sum=..., second_moments={...})."
+            )
         momentum.add(0.0 if is_adam else float(group.get("momentum", 0.0)))
         # Adam's group says so in recent versions of torch; the Trainer's Adam is AdamW, and Adafactor decouples too.
         decoupled |= is_adam and bool(group.get("decoupled_weight_decay", kind != "Adam"))
