@@ -8,6 +8,8 @@ python -m bench.fidelity --small                  # 200 examples, to see that al
 
 import argparse
 import sys
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,14 +23,17 @@ import eigentrace as et
 from bench.fidelity_page import (
     DELTAS,
     EKFAC_CELL,
+    FACTORS,
     KS,
     REGIMES,
+    ROUNDS,
     SHARES,
     SIZES,
     STORED_TAILS,
     TAILS,
     damped_cell,
     grid_cell,
+    refined_cell,
     render,
     stored_cell,
     tail_cell,
@@ -36,6 +41,7 @@ from bench.fidelity_page import (
 from bench.peers import truth
 from bench.peers.problem import Problem, Spec, make_problem
 from bench.peers.problems import PROBLEMS, SMALL
+from eigentrace.errors import EigentraceWarning
 from eigentrace.evaluate import Retrained, lds
 from eigentrace.fits.eigen_fit import EigenFit
 from eigentrace.fits.ekfac_fit import EKFACFit
@@ -43,7 +49,7 @@ from harness.command import carried_out, choices, result_options, say, start
 from harness.measure import Cell, attempt
 from harness.record import Recorder
 
-PARTS = ("gradient", "ekfac", "arnoldi", "ensembles")
+PARTS = ("gradient", "ekfac", "refine", "arnoldi", "ensembles")
 
 _BOOTSTRAP = 200
 # K of the cells on stored features and ensembles, and the number of results of a shortlist.
@@ -103,6 +109,8 @@ class Regime:
             self._cell("gradient", lambda: self._fidelity(self._gradients(0)))
         if "ekfac" in parts:
             self._ekfac()
+        if "refine" in parts:
+            self._refined()
         if "arnoldi" in parts:
             self._arnoldi()
         if "ensembles" in parts and self.problem.spec.models > 1:
@@ -119,6 +127,36 @@ class Regime:
     def _of_ekfac(self, fitted: EKFACFit, bootstrap: int) -> Cell:
         found = self._fidelity(fitted.influence(self.train, self.queries), bootstrap)
         return found | {"delta": fitted.damping, "share": fitted.damping / fitted.metric.mean}
+
+    def _refined(self) -> None:
+        """Solve with the damping of the training, and with multiples of it."""
+        training = self._training()
+        task = et.classification(self.problem.at(0).model(), training=training)
+        fitted = et.EKFAC(sample=None).fit(task, self.train)
+        for rounds in ROUNDS:
+            self._cell(refined_cell(rounds), partial(self._of_refined, fitted, et.Refine(rounds, sample=None)))
+        own = float(training.damping(task.layout)[0])
+        for share in FACTORS:
+            settings = et.Refine(ROUNDS[-1], damping=share * own, sample=None)
+            self._cell(refined_cell(ROUNDS[-1], share), partial(self._of_refined, fitted, settings, 1))
+        arnoldi = et.Arnoldi(self.problem.spec.steps, self.k, sample=None, compile=False).fit(task, self.train)
+        for rounds in ROUNDS:
+            cell = partial(self._of_refined, arnoldi, et.Refine(rounds, sample=None))
+            self._cell(f"{refined_cell(rounds)}/arnoldi", cell)
+
+    def _training(self) -> et.Training:
+        recipe = self.problem.spec.recipe
+        steps = recipe.epochs * -(-self.problem.num_train // recipe.batch)
+        return et.Training(recipe.lr * steps, recipe.momentum, weight_decay=recipe.weight_decay)
+
+    def _of_refined(self, fitted: et.Fitted, settings: et.Refine, bootstrap: int = _BOOTSTRAP) -> Cell:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EigentraceWarning)  # of few rounds, which are measured here
+            began = time.perf_counter()
+            found = fitted.refined(self.train, self.queries, settings)
+            seconds = time.perf_counter() - began
+        more = {"products": found.num_products, "agreement": float(found.agreement.mean()), "seconds": seconds}
+        return self._fidelity(found.scores, bootstrap) | more
 
     def _arnoldi(self) -> None:
         fitted = self._fit(0)

@@ -16,6 +16,10 @@ DELTAS = tuple(10 ** (exponent / 2) for exponent in range(-7, 1))
 SHARES = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 10.0)
 """Values of EK-FAC's damping, as shares of the mean of its diagonal."""
 EKFAC_CELL = "ekfac/auto"
+ROUNDS = (1, 2, 3, 5, 10)
+"""Products per query of refined scores."""
+FACTORS = (0.1, 0.3, 3.0, 10.0)
+"""Dampings of refined scores besides that of the training, as multiples of it."""
 REGIMES = {"mlp-short": (0.01, 10), "mlp-fast": (0.05, 20), "mlp-slow": (0.002, 50)}
 """Learning rate and epochs of the trainings besides the default one."""
 TAILS: tuple[Literal["auto", "shaped"] | None, ...] = (None, "auto", "shaped")
@@ -43,6 +47,11 @@ def stored_cell(tail: str, keep: int, size: int) -> str:
 def damped_cell(share: float) -> str:
     """Return the name of the cell of one damping of EK-FAC."""
     return f"ekfac/{share:g}"
+
+
+def refined_cell(rounds: int, factor: float = 1.0) -> str:
+    """Return the name of the cell of refined scores."""
+    return f"refine/{rounds}" if factor == 1 else f"refine/{rounds}/{factor:g}"
 
 
 def render(out: Path, small: bool) -> None:
@@ -82,6 +91,18 @@ def _machine(regimes: dict[str, Record], goals: bool) -> list[str]:
             "of the best",
         ]
         lines += ["", "### EK-FAC, by its damping", "", *table(headings, damped)]
+    solved = [row for regime, record in regimes.items() for row in _refined(regime, record, notes)]
+    if solved:
+        headings = ["regime", "preconditioner", *(f"{rounds} products" for rounds in ROUNDS)]
+        lines += ["", "### Solved, with the damping of the training", "", *table(headings, solved)]
+        grid_of = [row for regime, record in regimes.items() for row in _factors(regime, record, notes)]
+        headings = ["regime", *(f"{factor:g} ×" for factor in sorted((*FACTORS, 1.0)))]
+        lines += [
+            "",
+            f"The same, {ROUNDS[-1]} products, with multiples of that damping:",
+            "",
+            *table(headings, grid_of),
+        ]
     grid = [row for regime, record in regimes.items() for row in _grid(regime, record, goals, notes)]
     if grid:
         headings = ["regime", "K", "λ_K", "δ = λ_K", "best δ", "its LDS", "share of the best"]
@@ -118,6 +139,20 @@ def _ekfac(regime: str, record: Record, notes: Notes) -> Iterator[list[str]]:
     if own and "lds" in own and known:
         share = f"{own['lds'] / max(*known, own['lds']):.3f}"
         yield [regime, _with_interval(own, notes), *(shown(cell, "lds", ".1f", notes) for cell in tried), share]
+
+
+def _refined(regime: str, record: Record, notes: Notes) -> Iterator[list[str]]:
+    cells = record["cells"]
+    for name, ending in (("EK-FAC", ""), ("eigenpairs of Arnoldi", "/arnoldi")):
+        found = [cells.get(refined_cell(rounds) + ending) for rounds in ROUNDS]
+        if any(found):
+            yield [regime, name, *(_with_interval(cell, notes) for cell in found)]
+
+
+def _factors(regime: str, record: Record, notes: Notes) -> Iterator[list[str]]:
+    cells = [record["cells"].get(refined_cell(ROUNDS[-1], factor)) for factor in sorted((*FACTORS, 1.0))]
+    if any(cells):
+        yield [regime, *(shown(cell, "lds", ".1f", notes) for cell in cells)]
 
 
 def _ensembles(record: Record, keeps: list[int], notes: Notes) -> Iterator[list[str]]:

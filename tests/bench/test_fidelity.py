@@ -51,6 +51,10 @@ def test_it_runs(tmp_path):
     (regimes,) = found.values()
     cells = regimes["logistic"]["cells"]
     assert {"gradient", "truncated/10", "auto/10", "shaped/10", "auto/10/ensemble"} <= cells.keys()
+    assert {"ekfac/auto", "ekfac/0.1", "refine/3", "refine/10/0.1", "refine/3/arnoldi"} <= cells.keys()
+    text = (tmp_path / "out" / "fidelity_small.md").read_text(encoding="utf-8")
+    assert "EK-FAC, by its damping" in text
+    assert "Solved, with the damping of the training" in text
     assert all(-100 <= cell["lds"] <= 100 for cell in cells.values())
     (run,) = regimes["logistic"]["runs"].values()
     assert run["command"] == "python -m bench.fidelity --small --regimes logistic --device cpu"
