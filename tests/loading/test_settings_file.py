@@ -12,6 +12,7 @@ from eigentrace.loading import from_config, make_inputs
 from eigentrace.loading.settings_file import _KEYS
 from eigentrace.methods.by_name import make_method, method_names, settable
 from eigentrace.projection.engine import Compute
+from tests.helpers import make_folders
 from tests.helpers.expecting import refused
 from tests.helpers.small import table
 
@@ -132,6 +133,21 @@ def test_settings_of_a_setting_have_a_section_of_their_own(tmp_path):
     assert made == et.Arnoldi(keep=5, basis=et.Basis(dtype="bf16", max_vectors=30, restart_keep=8))
     made = make_method({"method": "InverseArnoldi", "solver.repeats": 2})
     assert made == et.InverseArnoldi(solver=et.Lissa(depth=50, repeats=2))
+
+
+def test_a_penalty_may_have_one_number_for_each_pattern_of_names(tmp_path):
+    folder, rows = tmp_path / "model", tmp_path / "rows.csv"
+    make_folders.bert(folder)
+    rows.write_text("text,label\n" + "".join(f"a word {n},{n % 2}\n" for n in range(6)))
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        f"[input]\nmodel = '{folder}'\ndataset = '{rows}'\ntask = 'text-classification'\n"
+        "[fit.l2]\n'*.weight' = 0.5\n'*.bias' = 0.0\n'*' = 0.25\n"
+    )
+    how = from_config(file)
+    assert how["input"]["l2"] == {"*.weight": 0.5, "*.bias": 0.0, "*": 0.25}
+    task = make_inputs(json.loads(json.dumps(how))).task
+    assert {name.rpartition(".")[2]: value for name, value in task.l2.items()} == {"weight": 0.5, "bias": 0.0}
 
 
 WRONG = {

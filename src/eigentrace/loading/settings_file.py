@@ -244,11 +244,14 @@ def _texts_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with the sections inside of [fit] as single settings: dtype of [fit.basis] as "basis.dtype"."""
+    """Return settings with the sections inside of [fit] as single settings: dtype of [fit.basis] as "basis.dtype".
+
+    The settings of the task are what they are: `l2` maps patterns of names to numbers.
+    """
     fit = settings.get("fit")
     if not isinstance(fit, Mapping):
         return settings
-    inside = {name: values for name, values in fit.items() if isinstance(values, Mapping)}
+    inside = {name: values for name, values in fit.items() if isinstance(values, Mapping) and name not in _OF_TASK}
     plain = {name: value for name, value in fit.items() if name not in inside}
     parts = {f"{name}.{part}": value for name, values in inside.items() for part, value in values.items()}
     return settings | {"fit": plain | parts}
