@@ -87,6 +87,22 @@ def files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
 
 
+@pytest.mark.filterwarnings("ignore:The damping of the refined scores is a guess")
+@pytest.mark.filterwarnings("ignore:The last round still changed")
+def test_explanations_are_refined_on_demand(scored, answer, call):
+    code, found = answer("explain runs/x --row 3 -k 4 --refine 12")
+    assert (code, found["how"], found["refine"]) == (0, "exact", 12)
+    plain = answer("explain runs/x --row 3 -k 4 --exact")[1]
+    assert [one["score"] for one in plain["answers"]] != [one["score"] for one in found["answers"]]
+    assert "refined" in call("explain runs/x --row 3 --refine 12")[1]
+    code, _, err = call("explain runs/x --row 3 --training runs/x")
+    assert code == 2
+    expect_mentions(err, ["--refine"])
+    code, _, err = call("explain runs/x --row 3 --refine 2 --training nowhere")
+    assert code == 2
+    expect_mentions(err, ["nowhere", "optimizer.pt"])
+
+
 def test_an_estimate_writes_nothing_and_fits_nothing(place, answer, call):
     code, found = answer("fit runs/x --input mine.py:make --steps 20 --keep 6 --estimate")
     assert (code, (place / "runs").exists()) == (0, False)

@@ -1,5 +1,6 @@
 """Refined influence, against dense inverses in float64, and what it says about itself."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -88,6 +89,28 @@ def test_gradients_of_unit_length(problem):
     exact = et.ExactHessian(damping=0.01, curvature="gauss-newton").fit(task, train)
     found = fitted.influence(train, queries, refine=settings, normalize="gradient")
     assert torch.allclose(found, exact.influence(train, queries, normalize="gradient"), rtol=1e-7)
+
+
+def test_a_run_is_explained_by_refined_scores(problem, tmp_path):
+    task, train, queries = problem
+    fitted = et.Arnoldi(30, 6).fit(task, train)
+    run = et.score(fitted, train, tmp_path / "run")
+    settings = et.Refine("converged", damping=0.01)
+    wanted = fitted.influence(train, queries, refine=settings)
+    found = run.explain(queries, 5, refine=settings)
+    assert np.array_equal(found.proponents.rows, wanted.topk(5, dim=1).indices)
+    assert np.allclose(found.proponents.scores, wanted.topk(5, dim=1).values / 90)
+    assert (found.how, found.refine) == ("exact", "converged")
+    # Only a shortlist is scored, with the curvature of all examples.
+    few = run.explain([3, 4], 2, refine=settings, shortlist=10)
+    assert (few.how, few.shortlist) == ("rescored", 10)
+    pairs = fitted.influence(train, train.take([3, 4]), refine=settings)
+    assert np.allclose(few.proponents.scores, pairs.gather(1, torch.tensor(few.proponents.rows)) / 90)
+    for wrong in ({"rescore": False}, {"normalize": "metric"}):
+        with refused(InputError, "refine", *wrong):
+            run.explain([3], refine=3, **wrong)
+    with refused(InputError, "open_run"):
+        et.open_run(tmp_path / "run").explain([3], refine=3)
 
 
 def test_what_is_not_settled_or_guessed_is_said(problem):

@@ -40,6 +40,7 @@ from eigentrace.settings import counted
 from eigentrace.store import Folder
 from eigentrace.store.check import check as look
 from eigentrace.store.columns import ID, TAKEN
+from eigentrace.task.training_record import Training
 
 # Settings of scoring that are not those of `Compute`.
 _LIMITS = ("shard_rows", "shard_bytes", "shard_seconds", "features")
@@ -132,6 +133,7 @@ def explain(
     queries: Path | None,
     options: dict[str, Any],
     exact: bool,
+    training: Path | None,
     out: Path | None,
     texts: bool | None,
     trust: bool,
@@ -156,6 +158,8 @@ def explain(
     if exact or queries is not None or options["top_labels"] is not None:
         how = request.read(path)
         inputs = request.load_inputs(how, path, trust=trust)
+        if training is not None:
+            inputs.task.training = Training.from_checkpoint(training, inputs.task.model)
         # Attaching the data compares it with what was scored, which takes a pass over it: only if it is needed.
         data = inputs.data if exact or rows or not run.num_features else None
         run = (
@@ -170,6 +174,7 @@ def explain(
     if out is not None:
         _write_answers(found, out)
     result: dict[str, Any] = {"run": str(path), "how": found.how, "shortlist": found.shortlist, "unit": found.unit}
+    result |= {} if found.refine is None else {"refine": found.refine}
     result |= {"classes": classes_of(run)}
     result |= {"rows": rows} if rows else {"queries": str(queries)}
     reader, remark = texts_of(run, texts)

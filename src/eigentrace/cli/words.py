@@ -178,6 +178,14 @@ def score(
         _commands().score(run, given | limits | {"features": features}, device, trust, json)
 
 
+_Refine = Annotated[
+    int | None, typer.Option(min=1, help="Refine exact scores by this many products with the curvature per query.")
+]
+_Training = Annotated[
+    Path | None, typer.Option(help="Checkpoint folder of the Trainer, from which --refine takes its damping.")
+]
+
+
 def explain(
     run: _Run,
     row: Annotated[list[int] | None, typer.Option(help="A row of the run to explain; can be repeated.")] = None,
@@ -205,6 +213,8 @@ def explain(
     shortlist: Annotated[
         int | None, typer.Option(min=2, help="Number of candidates that --exact rescores (2,000); in small runs, all.")
     ] = None,
+    refine: _Refine = None,
+    training: _Training = None,
     out: Annotated[Path | None, typer.Option(help="Also write the results to this Parquet or CSV file.")] = None,
     texts: _Texts = None,
     trust: _Trust = False,
@@ -215,8 +225,11 @@ def explain(
     Rows are explained from stored features, without the model; --exact and --queries load it.
     """
     options = {"k": k, "normalize": normalize, "same_label": same_label, "top_labels": top_labels}
-    options |= {"exclude": None if exclude == "none" else exclude, "shortlist": shortlist}
-    _commands().explain(run, row or [], id or [], queries, options, exact, out, texts, trust, json)
+    options |= {"exclude": None if exclude == "none" else exclude, "shortlist": shortlist, "refine": refine}
+    if training is not None and refine is None:
+        raise typer.BadParameter("--training says how --refine is damped: pass --refine too, such as --refine 3.")
+    exact |= refine is not None
+    _commands().explain(run, row or [], id or [], queries, options, exact, training, out, texts, trust, json)
 
 
 def clean(

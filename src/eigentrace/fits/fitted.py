@@ -174,6 +174,7 @@ class Fitted(ABC):
         *,
         normalize: Normalize = None,
         unit: Unit = None,
+        curvature_data: Any = None,
         compute: Compute | None = None,
     ) -> Refined:
         """Score by solving with the curvature of the training examples, and report how far the scores have settled.
@@ -181,11 +182,12 @@ class Fitted(ABC):
         All queries that fit in memory together share a Krylov space, preconditioned by this fit.
 
         Args:
-            train: The training examples, from which the curvature is computed too.
+            train: The training examples to score.
             queries: The examples whose loss, or `measurement` if the task has one, is explained.
             refine: Number of products per query, "converged", or `eigentrace.Refine(...)`.
             normalize: None, or "gradient" (every gradient to unit length).
             unit: None, or "nats".
+            curvature_data: All training examples, if `train` is only part of them: the curvature is theirs.
             compute: Engine, precision, memory and batch size of the passes.
         """
         self._require("refine")
@@ -200,7 +202,8 @@ class Fitted(ABC):
             raise InputError(f"normalize={normalize!r} is not supported with refine: use None or 'gradient'.")
         norm: Norm = "gradient" if normalize == "gradient" else None
         settings, mean = Refine.of(refine), self._mean_eigenvalue()
-        found = refined(self.task, self._preconditioner, mean, train, queries, settings, norm, compute)
+        whole = train if curvature_data is None else as_data(curvature_data)
+        found = refined(self.task, self._preconditioner, mean, whole, train, queries, settings, norm, compute)
         return replace(found, scores=found.scores / self._divisor(unit))
 
     def features(self, data: Any, *, queries: bool = False, compute: Compute | None = None) -> Tensor:  # (N, K)

@@ -93,6 +93,7 @@ def refined(
     task: Task,
     preconditioner: Callable[[Tensor], Rows],
     mean: float,
+    whole: Data,
     train: Data,
     queries: Data,
     settings: Refine,
@@ -105,7 +106,8 @@ def refined(
         task: The task of the fit.
         preconditioner: Returns the multiplication by the inverse of the fit's curvature plus a diagonal (P,).
         mean: The mean eigenvalue of the fit's curvature.
-        train: The training examples, from which the curvature sample is drawn.
+        whole: The training examples, from which the curvature sample is drawn.
+        train: The examples to score.
         queries: The queries.
         settings: How to refine.
         norm: Whether gradients are scaled to unit length.
@@ -114,15 +116,15 @@ def refined(
     damping, is_guess = _damping(task, settings, mean)
     solutions: list[Solution] = []
     with task.session():
-        rows = None if settings.sample is None else train.sample(settings.sample, generator_of(settings.seed))
-        curvature = Curvature(task, train, rows, resolve_kind(settings.curvature, task))
+        rows = None if settings.sample is None else whole.sample(settings.sample, generator_of(settings.seed))
+        curvature = Curvature(task, whole, rows, resolve_kind(settings.curvature, task))
         curvature = replace(curvature, form=working_form(curvature, curvature.first_batch()))
         precondition = preconditioner(damping)
         vector = task.layout.numel * task.layout.dtype.itemsize
         room = max(4, compute.budget(task.layout.device) // vector)
-        whole = settings.rounds == "converged"
-        rounds = _MOST_ROUNDS if whole else int(settings.rounds)
-        tolerance = _TOLERANCE[task.layout.dtype] if whole else 0.0
+        converges = settings.rounds == "converged"
+        rounds = _MOST_ROUNDS if converges else int(settings.rounds)
+        tolerance = _TOLERANCE[task.layout.dtype] if converges else 0.0
 
         def solved(right: Tensor) -> Tensor:  # (q, P) -> (2q, P)
             found = solve(

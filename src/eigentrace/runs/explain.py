@@ -13,6 +13,7 @@ from torch import Tensor
 from eigentrace.data import Data, as_data
 from eigentrace.errors import InputError, UnsupportedError
 from eigentrace.fits.fitted import Fitted, Normalize
+from eigentrace.fits.refine import Refine
 from eigentrace.numeric.top_k import Ranked, merged
 from eigentrace.projection.engine import Compute
 from eigentrace.runs.candidates import Eligible, Queries, by_features, candidates
@@ -66,6 +67,8 @@ class Explanation:
     """"nats", the predicted increase of the query's loss without the example; "cosine" in the metric; else None."""
     shortlist: int | None = None
     """Number of candidates per query that were rescored; None if no shortlist was used."""
+    refine: int | str | None = None
+    """Number of products with the curvature by which exact scores were refined; None if they were not."""
 
     def __repr__(self) -> str:
         queries, k = self.proponents.rows.shape
@@ -74,8 +77,12 @@ class Explanation:
 
     @property
     def told(self) -> str:
-        """How the examples were scored, as text: `how`, or the size of the shortlist."""
-        return self.how if self.shortlist is None else f"exact scores of a shortlist of {self.shortlist:,}"
+        """How the examples were scored, as text: `how`, or the size of the shortlist, and whether by solves."""
+        how = self.how if self.shortlist is None else f"exact scores of a shortlist of {self.shortlist:,}"
+        if self.refine is None:
+            return how
+        rounds = self.refine if isinstance(self.refine, str) else counted(self.refine, "product")
+        return f"{how}, refined ({rounds})"
 
     def table(self) -> pa.Table:
         """Return a table with one row per query and proponent or opponent."""
@@ -124,6 +131,7 @@ def explain(
     exclude: Exclude = "self",
     rescore: bool | None = None,
     shortlist: int | None = None,
+    refine: Any = None,
     device: Any = None,
 ) -> Explanation:
     """Return the top k proponents and opponents of each query.
@@ -145,13 +153,17 @@ def explain(
         shortlist: Number of candidates per query to rescore, half of them proponents and half opponents; if no more
             examples are eligible, all of them are scored. If None, max(2,000, 20·k), and all eligible examples are
             scored if there are at most twice as many.
+        refine: Refine exact scores by products with the curvature: their number per query, "converged", or
+            `eigentrace.Refine(...)`; see `Fitted.refined`. Needs the model; shortlists are drawn up without it.
         device: Device of the feature products; the CPU if None.
     """
     _check(k, shortlist, normalize, exclude)
+    settings = None if refine is None else Refine.of(refine)
+    rescore = _with_refine(rescore, normalize) if settings else rescore
     run.check_complete()
     asked = _asked(run, queries, fitted, data)
     allowed = _allowed(run, asked, _classes(run, asked, fitted, same_label, top_labels), exclude)
-    model = _model(run, fitted, data, rescore, normalize)
+    model = _model(run, fitted, data, rescore, normalize, settings)
     k = min(k, run.num_rows)
     count = max(2 * k, shortlist or max(_SHORTLIST, _TIMES * k))
     few = count if shortlist else 2 * count
@@ -164,10 +176,27 @@ def explain(
     else:
         lists = candidates(run, asked, -(-count // 2), allowed, normalize, device)
         ranked, how, listed = _rescored(model, asked, lists, k), RESCORED, lists.shape[1]
+    return _explanation(run, ranked, normalize, (how, listed, settings.rounds if settings else None))
+
+
+def _explanation(
+    run: RunReader, ranked: Ranked, normalize: Normalize, told: tuple[str, int | None, int | str | None]
+) -> Explanation:
+    """Return the ranked examples with their scores in the unit of the run."""
     unit = "cosine" if normalize == "metric" else "nats" if run.manifest["has_curvature"] and not normalize else None
     divisor = float(run.manifest["num_train"]) if unit == "nats" else 1.0
     proponents = _side(run, ranked.proponents, ranked.proponent_scores / divisor)
-    return Explanation(proponents, _side(run, ranked.opponents, ranked.opponent_scores / divisor), how, unit, listed)
+    opponents = _side(run, ranked.opponents, ranked.opponent_scores / divisor)
+    how, listed, refine = told
+    return Explanation(proponents, opponents, how, unit, listed, refine)
+
+
+def _with_refine(rescore: bool | None, normalize: Normalize) -> bool:
+    """Return whether to rescore with `refine`: always; raise InputError if that cannot be."""
+    if rescore is False or normalize in ("metric", "features"):
+        given = "rescore=False" if rescore is False else f"normalize={normalize!r}"
+        raise InputError(f"refine cannot be combined with {given}: it scores whole gradients. Leave one of them out.")
+    return True
 
 
 def _check(k: int, shortlist: int | None, normalize: Normalize, exclude: Exclude) -> None:
@@ -232,15 +261,24 @@ class _Model:
     data: Data
     compute: Compute
     normalize: Normalize
+    refine: Refine | None
 
     def scores(self, asked: Data, rows: np.ndarray) -> Tensor:  # (n,) -> (Q, n)
         """Return the exact scores of rows of the data for queries, tail included."""
         train = self.data.take(rows)
+        if self.refine is not None:
+            options: dict[str, Any] = {"normalize": self.normalize, "compute": self.compute}
+            return self.fitted.refined(train, asked, self.refine, curvature_data=self.data, **options).scores
         return self.fitted.influence(train, asked, normalize=self.normalize, compute=self.compute)
 
 
 def _model(
-    run: RunReader, fitted: Fitted | None, data: Data | None, wanted: bool | None, normalize: Normalize
+    run: RunReader,
+    fitted: Fitted | None,
+    data: Data | None,
+    wanted: bool | None,
+    normalize: Normalize,
+    refine: Refine | None,
 ) -> _Model | None:
     """Return the model for exact scores if it is available and wanted; None if stored features are to be used."""
     if normalize == "features" and wanted:
@@ -258,7 +296,8 @@ def _model(
     if not (wanted or (wanted is None and (many_lengths or _how(run) != EXACT or not run.num_features))):
         _check_features(run)
         return None
-    return _Model(fitted.unstored(), data, Compute(precision=run.manifest["compute"]["precision"]), normalize)
+    compute = Compute(precision=run.manifest["compute"]["precision"])
+    return _Model(fitted.unstored(), data, compute, normalize, refine)
 
 
 def _check_answerable(run: RunReader, wanted: bool | None, normalize: Normalize) -> None:

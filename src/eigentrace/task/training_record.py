@@ -138,6 +138,12 @@ class Training:
             loss_scale: See the class.
         """
         folder = Path(path)
+        missing = [name for name in ("optimizer.pt", "trainer_state.json") if not (folder / name).exists()]
+        if missing:
+            raise InputError(
+                f"{folder} is not a checkpoint of a Trainer: it has no {' and no '.join(missing)}. Pass a folder such "
+                "as checkpoint-500, saved without save_only_model."
+            )
         saved = _read_optimizer(folder / "optimizer.pt")
         found = read_json(folder / "trainer_state.json")
         try:
