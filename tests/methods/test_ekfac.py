@@ -175,12 +175,14 @@ def test_a_run_is_scored_and_explained_by_it(fitted, tmp_path):
     assert explained.proponents.rows[0].tolist() == wanted.topk(4).indices.tolist()
 
 
-def test_sides_that_are_too_wide_keep_the_standard_basis(monkeypatch):
+def test_sides_that_are_too_wide_keep_the_standard_basis(monkeypatch, capsys):
     monkeypatch.setattr(kronecker_metric, "WIDEST_SIDE", 4)
     monkeypatch.setattr("eigentrace.fits.kronecker.WIDEST_SIDE", 4)
     task, data = et.Task(network(), wavy), batches()
     found = et.EKFAC(labels="data").fit(task, data)
     assert found.metric.bases["c.weight"][1] is None
+    assert found.metric.unrotated["c.weight"] == found.method["unrotated"]["c.weight"] == ["right"]
+    assert "c.weight (right)" in capsys.readouterr().err
     whole, basis = one_at_a_time(task, data)[0], basis_of(found.metric)
     held = torch.cat([values.flatten() for values in found.metric.diagonal.values()])
     assert torch.allclose(held, (whole @ basis).square().mean(0), atol=1e-10)

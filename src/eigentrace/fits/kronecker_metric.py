@@ -59,6 +59,19 @@ class KroneckerMetric:
         """The mean of the diagonal over all parameters."""
         return sum(float(values.sum(dtype=torch.float64)) for values in self.diagonal.values()) / self.layout.numel
 
+    @property
+    def unrotated(self) -> dict[str, list[str]]:
+        """The sides of matrices in the standard basis, by parameter: vocabularies, and all without a layer rule."""
+        found = {}
+        for name in self.diagonal:
+            sides = zip(
+                ("left", "right"), self.bases.get(name, (None, None)), matrix_shape(self.layout, name), strict=True
+            )
+            kept = [side for side, basis, size in sides if basis is None and size > 1]
+            if kept and min(matrix_shape(self.layout, name)) > 1:
+                found[name] = kept
+        return found
+
     def inverse(self, vectors: Tensor, damping: float) -> Tensor:  # (q, P) -> (q, P)
         """Multiply vectors by the inverse of the matrix plus `damping` times the identity."""
         pieces = {name: vectors[:, self.layout.span(name)] for name in self.layout.names}

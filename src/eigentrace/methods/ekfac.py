@@ -10,8 +10,9 @@ from eigentrace.fits.ekfac_fit import EKFACFit
 from eigentrace.fits.kronecker_metric import KroneckerMetric, measured_metric
 from eigentrace.methods.method import ready
 from eigentrace.numeric.seeding import generator_of
+from eigentrace.progress import tell
 from eigentrace.projection import Job
-from eigentrace.settings import check_above_zero, check_counts, settings_of, settings_repr
+from eigentrace.settings import check_above_zero, check_counts, counted, settings_of, settings_repr, short
 from eigentrace.task.task import Task, penalty_of
 
 # damping="auto" is this share of the mean of the diagonal: between .03 and .1 predicted retraining best on a language
@@ -67,7 +68,11 @@ class EKFAC:
                 "(eigentrace.Loss)."
             )
         damping = _AUTO * mean if self.damping == "auto" else float(self.damping)
-        settings = settings_of(self) | {"examples": len(part), "damping": damping}
+        unrotated = metric.unrotated
+        if unrotated:
+            names = short(", ".join(f"{name} ({' and '.join(sides)})" for name, sides in unrotated.items()), 300)
+            tell(f"EK-FAC: {counted(len(unrotated), 'parameter')} with a side in the standard basis: {names}")
+        settings = settings_of(self) | {"examples": len(part), "damping": damping, "unrotated": unrotated}
         return EKFACFit(task, metric, damping, settings, size)
 
     def _metric(self, task: Task, data: Data) -> KroneckerMetric:
