@@ -125,6 +125,26 @@ def test_random_numbers_are_uniform_and_independent():
     assert float((centred.mean(0).square().sum() + centred.mean(1).square().sum()) * 12) < 2.5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rare_classes_are_drawn_in_any_precision(dtype):
+    classes, many = 1000, 20_000  # each has 0.001: below the rounding of half precision just under 1
+    task = et.classification(nn.Linear(1, classes, bias=False).to(dtype))
+    nn.init.zeros_(task.model.weight)
+    with task.session():
+        batch = torch.ones(many, 1, dtype=dtype), torch.zeros(many).long()
+        drawn = DrawnGradients(task).prepare(batch, np.arange(many))[1]
+    counts = torch.bincount(drawn, minlength=classes)
+    assert float((counts - 20).square().sum() / 20) < 1200  # χ² of 999 degrees of freedom
+
+
+def test_outputs_without_examples_first_are_refused_with_a_way_out(outputs):
+    task = task_of(softmax_of_tokens, outputs)
+    for change in (lambda o: o.transpose(0, 1), lambda o: o.flatten(0, 1), torch.sum):
+        other = et.Task(task.model, outputs=lambda m, b, c=change: c(m(b[0])), output_loss=lambda o, b: o)
+        with task.session(), refused(UnsupportedError, "2 examples", "labels='data'"):
+            DrawnGradients(other).prepare((torch.arange(2),), np.arange(2))
+
+
 def test_outputs_that_are_no_tensor_are_refused_with_a_way_out(outputs):
     task = et.Task(
         task_of(squared_error, outputs).model,

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from eigentrace.curvature.products import output_product
 from eigentrace.errors import UnsupportedError
+from eigentrace.numeric.accumulate import wide
 from eigentrace.numeric.seeding import generator_of
+from eigentrace.settings import counted
 from eigentrace.task.task import Task, Values
 
 # Relative error up to which the Hessian of a loss counts as that of a softmax.
@@ -42,6 +44,12 @@ class DrawnGradients:
                 "use labels='data'."
             )
         outputs = outputs.detach()
+        if not outputs.ndim or len(outputs) != len(rows):
+            raise UnsupportedError(
+                f"Outputs of shape {tuple(outputs.shape)} for {counted(len(rows), 'example')} cannot be drawn from: "
+                "expected one slice per example along the first dimension. Return them so from `outputs` "
+                "(outputs.transpose(0, 1) or outputs.unflatten(0, (B, -1))), or use labels='data'."
+            )
         for dim in dict.fromkeys((outputs.ndim - 1, 1)) if outputs.ndim > 1 else ():
             weights = _softmax_weights(self.task, outputs, values, dim)
             if weights is not None:
@@ -56,7 +64,7 @@ class DrawnGradients:
         values, *drawn = batch
         outputs = self.task.outputs(params, values)
         if len(drawn) == 1:
-            return (outputs * drawn[0]).flatten(1).sum(dim=1)
+            return (outputs * drawn[0]).reshape(len(outputs), -1).sum(dim=1)
         labels, roots, dim = drawn
         logits = outputs.movedim(dim, -1)
         losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
@@ -78,7 +86,8 @@ def _softmax_weights(task: Task, outputs: Tensor, batch: Any, dim: int) -> Tenso
 
 def _labels_at(logits: Tensor, points: Tensor) -> Tensor:  # (..., C), (...) -> (...)
     """Return the class at a point in [0, 1) of the distribution function, for each position."""
-    sums = logits.softmax(dim=-1).cumsum(dim=-1)
+    # In half precision, most classes of a vocabulary add nothing to the sum of those before.
+    sums = wide(logits).softmax(dim=-1).cumsum(dim=-1)
     found = torch.searchsorted(sums, (points.to(sums) * sums[..., -1])[..., None], right=True)[..., 0]
     return found.clamp_max(sums.shape[-1] - 1)
 
@@ -100,13 +109,14 @@ def _mixed(state: np.ndarray) -> np.ndarray:  # uint64
 
 def _root_times(task: Task, outputs: Tensor, noise: Tensor, batch: Any) -> Tensor:
     """Return S^½ε for each example, with negative eigenvalues of S counted as 0."""
-    flat, size = noise.flatten(1).double(), noise[0].numel()
+    flat, size = noise.reshape(len(noise), -1).double(), noise[0].numel()
     tiny = torch.finfo(torch.float64).tiny
     start = flat.norm(dim=1)
     basis, steps = [flat / start.clamp_min(tiny)[:, None]], min(size, _ROOT_STEPS)
     projected = torch.zeros(len(flat), steps, steps, dtype=torch.float64, device=flat.device)
     for step in range(steps):
-        image = output_product(task, outputs, basis[step].view_as(noise).to(noise.dtype), batch).flatten(1).double()
+        image = output_product(task, outputs, basis[step].view_as(noise).to(noise.dtype), batch)
+        image = image.reshape(flat.shape).double()
         for _ in range(2):
             for row, vector in enumerate(basis):
                 dots = (vector * image).sum(dim=1)
