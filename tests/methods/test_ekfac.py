@@ -175,6 +175,77 @@ def test_a_run_is_scored_and_explained_by_it(fitted, tmp_path):
     assert explained.proponents.rows[0].tolist() == wanted.topk(4).indices.tolist()
 
 
+def varied(kind):
+    """A forward that uses its first layer in another way in batches of large inputs."""
+
+    def forward(self, x):
+        h = self.b(x).tanh()
+        if float(x.abs().max()) > 10:
+            extra = {"weight": lambda: F.linear(h, self.b.weight), "bias": lambda: h * self.b.bias, "own": lambda: h}
+            extra |= {"exponential": lambda: h * self.b.bias.exp(), "matrix": lambda: h @ self.b.weight.exp()}
+            h = extra[kind]().tanh()
+        return self.c(h)
+
+    return Net(forward, b=nn.Linear(3, 3), c=nn.Linear(3, 3))
+
+
+def held_and_wanted(found, task, batches):
+    whole, basis = one_at_a_time(task, batches)[0], basis_of(found.metric)
+    held = torch.cat([values.flatten() for values in found.metric.diagonal.values()])
+    return held, (whole @ basis).square().mean(0)
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias", "own", "exponential", "matrix"])
+def test_a_bias_belongs_to_its_matrix_only_while_every_batch_says_so(kind):
+    torch.manual_seed(0)
+    usual, other = [(numbers(n, 3),) for n in (4, 3)], [(numbers(6, 3) + 20,)]
+    task = et.Task(varied(kind), wavy)
+    found = et.EKFAC(labels="data").fit(task, [*usual, *other])
+    assert ("b.weight" in found.metric.joined) == (kind == "own")
+    assert torch.allclose(*held_and_wanted(found, task, [*usual, *other]), atol=1e-10)
+    # Also where only the examples that are scored are treated differently.
+    found = et.EKFAC(labels="data").fit(task, usual)
+    assert "b.weight" in found.metric.joined
+    for data in (other, [*usual, *other]):
+        assert torch.allclose(found.self_influence(data), found.influence(data, data).diagonal(), atol=1e-10)
+
+
+def test_gradients_of_zero_do_not_show_where_a_bias_belongs():
+    # A square layer without inputs in the first batch: sums of both sides are zero, as is the gradient of the bias.
+    def gated(self, x):
+        gate = x[:, :1].relu()
+        return self.c(self.b(x * gate).relu() * gate + x)
+
+    torch.manual_seed(0)
+    first, second = numbers(4, 3), numbers(6, 3)
+    first[:, 0], second[:, 0] = -first[:, 0].abs(), second[:, 0].abs()
+    task = et.Task(Net(gated, b=nn.Linear(3, 3), c=nn.Linear(3, 3)), wavy)
+    found = et.EKFAC(labels="data").fit(task, [(first,), (second,)])
+    assert torch.allclose(*held_and_wanted(found, task, [(first,), (second,)]), atol=1e-10)
+    assert "b.weight" not in found.metric.joined
+
+
+@pytest.mark.filterwarnings("ignore:Some selected parameters are stored in bfloat16")
+def test_biases_belong_to_their_matrices_in_half_precision_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).bfloat16()
+    data = [(torch.randn(8, 6, 4).bfloat16(),)]
+    found = et.EKFAC(labels="data").fit(et.Task(model, lambda m, b: m(b[0]).float().square().sum((1, 2))), data)
+    assert {one.bias for one in found.metric.joined.values()} == {"0.bias", "2.bias"}
+
+
+def test_outputs_may_be_one_number_per_example():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)).double()
+    data = [(numbers(7, 4), torch.rand(7).double())]
+
+    def loss(outputs, batch):
+        return F.binary_cross_entropy_with_logits(outputs, batch[1], reduction="none")
+
+    found = et.EKFAC().fit(et.Task(model, outputs=lambda m, b: m(b[0]), output_loss=loss), data)
+    column = et.Task(model[:-1], outputs=lambda m, b: m(b[0]), output_loss=lambda o, b: loss(o[:, 0], b))
+    assert torch.allclose(found.influence(data, data), et.EKFAC().fit(column, data).influence(data, data))
+
+
 def test_sides_that_are_too_wide_keep_the_standard_basis(monkeypatch, capsys):
     monkeypatch.setattr(kronecker_metric, "WIDEST_SIDE", 4)
     monkeypatch.setattr("eigentrace.fits.kronecker.WIDEST_SIDE", 4)

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eigentrace.data import Data
-from eigentrace.errors import UnsupportedError
 from eigentrace.gradients.layer_gradients import LayerGradients
 from eigentrace.gradients.outer_products import Factor, OneHot, Outer, rotated
 from eigentrace.krylov.eigenpairs import with_fixed_signs
-from eigentrace.numeric.accumulate import wide
+from eigentrace.numeric.accumulate import wide, wide_type
 from eigentrace.projection import Job, gradients, project
 from eigentrace.projection.directions import DenseDirections, RotatedDirections, Rotation, matrix_shape
 from eigentrace.projection.engine import Compute, Gather, Projection
@@ -33,6 +32,10 @@ _MOST_COLUMNS = 1024
 # Maximum number of evenly spaced tokens per example in a covariance: neighbouring tokens are similar.
 _MOST_TOKENS = 64
 
+# Difference up to which a bias counts as an input of its matrix, relative to its gradient: of sums in at least float32,
+# and of sums rounded to half precision.
+_JOINED_TOL, _JOINED_TOL_HALF = 1e-3, 2e-2
+
 Bases = dict[str, tuple[Tensor | None, Tensor | None]]  # {name: (L, r), (R, s)}; None for the standard basis
 
 
@@ -44,13 +47,80 @@ class Joined:
     side: Literal["left", "right"]
     """The side of the matrix's inputs."""
 
-    def augmented(self, form: LayerGradients) -> Outer:
+    def augmented(self, form: Outer) -> Outer:
         """Return the gradients of the matrix and its bias, as those of one matrix."""
-        if not isinstance(form, Outer):
-            raise UnsupportedError(f"the gradients of the matrix of {self.bias!r} are not sums over tokens")
         if self.side == "left":
             return replace(form, left=WithOne(form.left))
         return replace(form, right=WithOne(form.right))
+
+    def sums(self, form: Outer) -> Tensor:  # (B, w)
+        """Return what the gradient of the bias is if it belongs to the matrix: the token sums of the other side."""
+        other = form.right if self.side == "left" else form.left
+        tokens = other.take(0, form.examples)
+        return tokens.sum(dim=2, dtype=wide_type(tokens.dtype)).flatten(1)
+
+
+def is_bias_of(gap: Tensor, gradients: Tensor, dtype: torch.dtype) -> Tensor:  # (B, w), (B, w) -> ()
+    """Return whether gradients of a bias, computed in `dtype`, are sums of a matrix from which they differ by `gap`."""
+    tol = _JOINED_TOL_HALF if dtype.itemsize < 4 else _JOINED_TOL
+    return gap.norm() <= tol * gradients.norm()
+
+
+@dataclass
+class BiasCheck:
+    """Checks in every pass that joined biases belong to their matrices: a model may treat later batches differently."""
+
+    joined: Mapping[str, Joined]
+    uses: Mapping[str, int]
+    missing: dict[str, int] = field(default_factory=dict)
+    """Number of gradients of a matrix and its bias that the pass has not yet reached."""
+    gaps: dict[str, Tensor] = field(default_factory=dict)
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    good: dict[str, Tensor] = field(default_factory=dict)
+    refuted: set[str] = field(default_factory=set)
+    """Matrices whose bias was used in another way."""
+
+    def __post_init__(self) -> None:
+        self.matrices = {one.bias: name for name, one in self.joined.items()}
+
+    def augmented(self, name: str, form: LayerGradients) -> LayerGradients | None:
+        """Return the gradients with those of the bias; None for a bias, whose gradients are part of its matrix."""
+        if name in self.matrices:
+            value = form.write(0, form.examples)
+            self._add(self.matrices[name], -wide(value), value.dtype)
+            return None
+        if name not in self.joined:
+            return form
+        one = self.joined[name]
+        if not isinstance(form, Outer) or isinstance(form.right if one.side == "left" else form.left, OneHot):
+            self.refuted.add(name)
+            return form if not isinstance(form, Outer) else one.augmented(form)
+        self._add(name, one.sums(form), None)
+        return one.augmented(form)
+
+    def finish(self) -> None:
+        """Compare what is left of parameters that received fewer gradients than planned."""
+        for name in list(self.gaps):
+            self._compare(name)
+        if self.good:
+            matches = torch.stack(list(self.good.values())).tolist()
+            self.refuted |= {name for name, match in zip(self.good, matches, strict=True) if not match}
+
+    def _add(self, name: str, value: Tensor, dtype: torch.dtype | None) -> None:
+        self.gaps[name] = self.gaps[name] + value if name in self.gaps else value
+        if dtype is not None:
+            self.totals[name] = self.totals[name] + value if name in self.totals else value
+            self.dtypes[name] = dtype
+        expected = self.uses.get(name, 0) + self.uses.get(self.joined[name].bias, 0)
+        self.missing[name] = self.missing.get(name, expected) - 1
+        if not self.missing[name]:
+            self._compare(name)
+
+    def _compare(self, name: str) -> None:
+        gap = self.gaps.pop(name)
+        total = self.totals.pop(name, torch.zeros_like(gap))
+        self.good[name] = is_bias_of(gap, total, self.dtypes.get(name, gap.dtype))
 
 
 @dataclass(frozen=True)
@@ -105,8 +175,8 @@ class _Covariances:
             return
         if (form.groups * form.left.width, form.right.width) != matrix_shape(self.layout, name):
             return
-        form = self.joined[name].augmented(form) if name in self.joined else form
-        found = self._products(form.left, form.groups), self._products(form.right, form.groups)
+        outer = self.joined[name].augmented(form) if name in self.joined else form
+        found = self._products(outer.left, form.groups), self._products(outer.right, form.groups)
         found = found[0], None if found[1] is None else found[1].sum(dim=0, keepdim=True)
         self.sides[name] = _added(self.sides[name], found) if name in self.sides else found
 
@@ -200,18 +270,23 @@ class _Energies:
     sums: dict[str, Tensor] = field(default_factory=dict)  # (r, s)
     waiting: dict[str, list[LayerGradients]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.biases = BiasCheck(self.joined, self.uses)
+
     def receive(self, name: str, form: LayerGradients) -> None:
         """Add the squared coordinates of a parameter once the gradients of all of its uses are there to be summed."""
-        if any(name == one.bias for one in self.joined.values()):
+        whole = self.biases.augmented(name, form)
+        if whole is None or name in self.biases.refuted:
             return
         forms = self.waiting.setdefault(name, [])
-        forms.append(self.joined[name].augmented(form) if name in self.joined else form)
+        forms.append(whole)
         if len(forms) == self.uses[name]:
             self._add_squares(name)
 
     def finish(self) -> None:
         """Add the squared coordinates of parameters that received fewer gradients than planned."""
-        for name in list(self.waiting):
+        self.biases.finish()
+        for name in [name for name in self.waiting if name not in self.biases.refuted]:
             self._add_squares(name)
 
     def _add_squares(self, name: str) -> None:
@@ -293,23 +368,26 @@ def energies(task: Task, data: Data, bases: Bases, kept: DenseDirections, comput
     Without bases, the sums are N × the diagonal empirical Fisher.
     """
     moments = torch.zeros(kept.count, kept.count, dtype=torch.float64, device=task.layout.device)
-    sums, without = square_sums(Job.of(task, "losses", kept, compute=compute), data, bases, {}, moments)
+    sums, without, _ = square_sums(Job.of(task, "losses", kept, compute=compute), data, bases, {}, moments)
     return Energies({name: sides for name, sides in bases.items() if name not in without}, sums, moments)
 
 
 def square_sums(
     job: Job, data: Data, bases: Bases, joined: Mapping[str, Joined], moments: Tensor | None = None
-) -> tuple[dict[str, Tensor], list[str]]:  # {name: (r, s)}
+) -> tuple[dict[str, Tensor], list[str], set[str]]:  # {name: (r, s)}
     """Sum the squared coordinates of all gradients of a job; add the second moments of its features to `moments`.
 
-    Also returns the names of the parameters without a layer rule, whose coordinates are in the standard basis.
+    Also returns the names of the parameters without a layer rule, whose coordinates are in the standard basis, and of
+    the matrices to which their joined bias does not belong after all, whose sums are wrong.
     """
     layout = job.task.layout
     gathering = replace(job, gather=partial(_Energies, bases, joined, layout, job.budget))
     sums: dict[str, Tensor] = {}
     missing: set[str] = set()
+    refuted: set[str] = set()
     for _, found in project(gathering, data, "Energies"):
         missing |= without_rule(found, layout)
+        refuted |= refuted_in(found)
         _add(sums, found.gathered)
         if moments is not None:
             phi = found.features.double()
@@ -323,7 +401,12 @@ def square_sums(
         shapes = {name: matrix_shape(layout, name) for name in rest}
         pieces = totals.split(part.task.layout.sizes)
         sums |= {name: piece.view(shapes[name]) for name, piece in zip(rest, pieces, strict=True)}
-    return sums, rest
+    return sums, rest, refuted
+
+
+def refuted_in(found: Projection) -> set[str]:
+    """Return the names of the matrices to which their joined bias does not belong in a batch."""
+    return {name for gather in found.gathered for name in gather.biases.refuted}  # type: ignore[attr-defined]
 
 
 def _add(sums: dict[str, Tensor], gathered: Iterable[Gather]) -> None:

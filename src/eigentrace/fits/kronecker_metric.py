@@ -17,10 +17,13 @@ from eigentrace.errors import MismatchError
 from eigentrace.fits.kronecker import (
     WIDEST_SIDE,
     Bases,
+    BiasCheck,
     Joined,
     bases_of,
     in_bases,
+    is_bias_of,
     lookup_sums,
+    refuted_in,
     rotated_gradients,
     shape_of,
     square_sums,
@@ -34,8 +37,6 @@ from eigentrace.projection.layerwise import narrowed
 from eigentrace.settings import counted
 from eigentrace.task.layout import Layout
 
-# Difference up to which a bias counts as an input of its matrix, relative to its gradient.
-_JOINED_TOL = 1e-3
 # Bytes of an example's rotated gradient, its square and its factors, per number.
 _BYTES = 16
 _ALL = torch.iinfo(torch.int64).max
@@ -119,7 +120,7 @@ class KroneckerMetric:
         for batch, found in project(gathering, data, "Self-influence"):
             missing = set(self.layout.names) if not found.gathered else set[str]()
             missing |= {name for gather in found.gathered for name in gather.skipped}  # type: ignore[attr-defined]
-            if missing != (without := missing if without is None else without):
+            if refuted_in(found) or missing != (without := missing if without is None else without):
                 return self._own_scores_of_whole(job, data, damping)
             parts = [gather.scores for gather in found.gathered]  # type: ignore[attr-defined]
             if parts:
@@ -127,7 +128,7 @@ class KroneckerMetric:
             if squares is not None:
                 squares[batch.rows] = found.squares().to(squares)
         if without:
-            if any(name in self.bases or name in self.joined for name in without):
+            if without & (self.bases.keys() | self.joined.keys() | _biases(self.joined)):
                 return self._own_scores_of_whole(job, data, damping)
             self._add_without_rule(job, data, sorted(without), weights, total)
         return total, squares
@@ -192,9 +193,9 @@ def measured_metric(job: Job, data: Data) -> KroneckerMetric:
     joined = _joined_biases(job, data)
     bases = bases_of(job, data, joined, WIDEST_SIDE, _ALL)
     while True:
-        # Later batches may show more parameters without a layer rule.
-        sums, without = square_sums(job, data, bases, joined)
-        changed = {name for name in without if name in bases or name in joined}
+        # Later batches may show more parameters without a layer rule, or biases that belong to no matrix.
+        sums, without, changed = square_sums(job, data, bases, joined)
+        changed |= {name for name in without if name in bases or name in joined}
         changed |= {name for name, one in joined.items() if one.bias in without}
         if not changed:
             diagonal = {name: values.to(layout.dtype) / len(data) for name, values in sums.items()}
@@ -239,15 +240,15 @@ class _Pairs:
     def _compare(self, name: str, bias: str) -> None:
         if name not in self.matrices or bias not in self.vectors:
             return
-        form, vector = self.matrices.pop(name), wide(self.vectors.pop(bias))
-        if (form.groups * form.left.width, form.right.width) != matrix_shape(self.layout, name):
+        form, vector = self.matrices.pop(name), self.vectors.pop(bias)
+        # Gradients of zero do not show where a bias belongs.
+        if (form.groups * form.left.width, form.right.width) != matrix_shape(self.layout, name) or not vector.any():
             return
-        for side, other in (("right", form.left), ("left", form.right)):
-            if side == "left" and form.groups > 1:
-                continue
-            sums = wide(other.take(0, form.examples)).sum(dim=2).flatten(1)
-            if sums.shape == vector.shape and float((sums - vector).norm()) <= _JOINED_TOL * float(vector.norm()):
-                self.joined[name] = Joined(bias, side)  # type: ignore[arg-type]
+        for one in (Joined(bias, "right"), *([Joined(bias, "left")] if form.groups == 1 else [])):
+            sums = one.sums(form)
+            if sums.shape == vector.shape and is_bias_of(sums - vector, wide(vector), vector.dtype):
+                self.joined[name] = one
+                return
 
 
 def _with_ending(name: str, ending: str, other: str) -> str:
@@ -277,19 +278,23 @@ class _OwnScores:
     scores: Tensor = field(default_factory=lambda: torch.zeros(()))  # (B,)
     waiting: dict[str, list[LayerGradients]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.biases = BiasCheck(self.metric.joined, self.uses)
+
     def receive(self, name: str, form: LayerGradients) -> None:
         """Add the part of a parameter once the gradients of all of its uses are there to be summed."""
-        joined = self.metric.joined
-        if name in _biases(joined):
+        whole = self.biases.augmented(name, form)
+        if whole is None or name in self.biases.refuted:
             return
         forms = self.waiting.setdefault(name, [])
-        forms.append(joined[name].augmented(form) if name in joined else form)
+        forms.append(whole)
         if len(forms) == self.uses[name]:
             self._add(name)
 
     def finish(self) -> None:
         """Add the parts of parameters that received fewer gradients than planned."""
-        for name in list(self.waiting):
+        self.biases.finish()
+        for name in [name for name in self.waiting if name not in self.biases.refuted]:
             self._add(name)
 
     def _add(self, name: str) -> None:
