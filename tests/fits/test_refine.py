@@ -123,6 +123,18 @@ def test_what_is_not_settled_or_guessed_is_said(problem):
     assert found.is_guess
 
 
+@pytest.mark.filterwarnings("ignore:Some selected parameters are stored in bfloat16")
+def test_a_solve_that_rounding_stops_ends_and_says_so():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3)).bfloat16()
+    data = [(torch.randn(40, 8).bfloat16(), torch.randint(0, 3, (40,)))]
+    fitted = et.EKFAC().fit(et.classification(model), data)
+    with warned(EigentraceWarning, "converge", "float64"):
+        found = fitted.refined(data, [tuple(t[:1] for t in data[0])], et.Refine("converged", damping=0.01))
+    assert found.num_products < 400  # of 891 parameters
+    assert float(found.residuals.max()) < 0.1
+
+
 def test_what_cannot_be_is_refused_with_a_way_out(problem):
     task, train, queries = problem
     with refused(UnsupportedError, "TracIn", "EKFAC"):

@@ -144,7 +144,7 @@ def refined(
         sum(one.num_products for one in solutions),
         is_guess,
     )
-    _warn_unless_settled(found, settings)
+    _warn_unless_settled(found, settings, tolerance)
     return found
 
 
@@ -165,7 +165,16 @@ def _damping(task: Task, settings: Refine, mean: float) -> tuple[Tensor, bool]: 
     return torch.full((layout.numel,), value, dtype=layout.dtype, device=layout.device), settings.damping == "auto"
 
 
-def _warn_unless_settled(found: Refined, settings: Refine) -> None:
+def _warn_unless_settled(found: Refined, settings: Refine, tolerance: float) -> None:
+    largest = float(found.residuals.max())
+    if settings.rounds == "converged" and not largest <= 10 * tolerance:
+        warnings.warn(
+            f"The solve did not converge: the largest residual is {largest:.2g} of the gradient's length, and "
+            f"{tolerance:.0e} was expected. Use a larger damping, or a model in float64 (model.double()); "
+            "a number of rounds instead of 'converged' is faster.",
+            EigentraceWarning,
+            stacklevel=4,
+        )
     mean = float(found.agreement.nanmean())
     if settings.rounds != "converged" and mean < _SETTLED:
         warnings.warn(

@@ -1,5 +1,6 @@
 """Solve (A + D)x = g for several g together, in the block Krylov space of a preconditioner."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,10 @@ from torch import Tensor
 from eigentrace.errors import NumericalError
 
 Rows = Callable[[Tensor], Tensor]  # (q, P) -> (q, P)
+
+# Rounds in which the largest residual may stay above the lowest so far. Conjugate gradients have long plateaus; longer
+# ones are rounding, as in bfloat16, which no further round makes smaller.
+_MOST_STALLED = 100
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ def solve(
         multiply: Multiplies rows with the matrix, which must be symmetric and positive definite.
         precondition: Multiplies rows with an approximate inverse, symmetric and positive definite.
         right: The right-hand sides g (q, P).
-        rounds: Maximum number of rounds, each of at most q products.
+        rounds: Maximum number of rounds, each of at most q products; fewer if residuals stop to fall.
         tolerance: Relative residual at which to end.
         room: Number of vectors (P,) to store besides the right-hand sides; at fewer than needed, the space is rebuilt
             from the current residuals.
@@ -42,9 +47,13 @@ def solve(
     sizes = right.norm(dim=1).clamp_min(torch.finfo(right.dtype).tiny)
     x, residual, before = torch.zeros_like(right), right, precondition(right)
     space = _Space(right)
-    done = products = 0
+    done = products = stalled = 0
+    lowest = math.inf
     for _ in range(rounds):
-        if float((residual.norm(dim=1) / sizes).max()) <= tolerance:
+        largest = float((residual.norm(dim=1) / sizes).max())
+        stalled = 0 if largest < lowest else stalled + 1
+        lowest = min(lowest, largest)
+        if largest <= tolerance or stalled > _MOST_STALLED:
             break
         if 2 * (len(space.basis) + len(right)) > room and len(space.basis):
             space = _Space(residual, x)
@@ -91,7 +100,8 @@ class _Space:
         if int(failed):
             raise NumericalError(
                 "The curvature with its damping is not positive definite, so the system cannot be solved by conjugate "
-                "gradients. Use curvature='gauss-newton', or a larger damping."
+                "gradients. Use a larger damping, or curvature='gauss-newton'; if it is that already, rounding is larger "
+                "than the damping: load the model in float32 or float64."
             )
         mix = torch.cholesky_solve((self.basis @ self.right.T).double(), factor).T.to(self.right.dtype)
         return self.start + mix @ self.basis, self.right - mix @ self.images
