@@ -9,6 +9,7 @@ from torch import nn
 
 import eigentrace as et
 from eigentrace.errors import InputError, MismatchError, TaskError
+from eigentrace.task.training_record import _sum_of_rates
 from tests.helpers.expecting import refused
 
 
@@ -95,6 +96,50 @@ def test_groups_have_rates_and_decays_of_their_own():
         et.Training({"a": 2.0}).damping(task.layout)
 
 
+def grouped(model, make, first):
+    return make([{"params": model[0].parameters(), **first}, {"params": model[2].parameters()}])
+
+
+def test_groups_of_an_optimizer_have_sums_of_their_own(model):
+    optimizer = grouped(model, lambda groups: torch.optim.SGD(groups, lr=0.1), {"lr": 0.02})
+    with refused(InputError, "SGD", "0.02", "[[...], [...]]"):
+        et.Training.from_optimizer(optimizer, model, [0.1, 0.1])
+    found = et.Training.from_optimizer(optimizer, model, [[0.02, 0.02], [0.1, 0.1]])
+    assert found.lr_sum == pytest.approx({"0.weight": 0.04, "0.bias": 0.04, "2.weight": 0.2, "2.bias": 0.2})
+    for wrong in ([[0.1, 0.1]], 0.1, ["a"]):
+        with refused(InputError, "lrs"):
+            et.Training.from_optimizer(optimizer, model, wrong)
+
+
+def test_dampening_makes_the_steps_of_momentum_smaller(model):
+    optimizer, rates = trained(model, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.9))
+    found = damping_of(et.Training.from_optimizer(optimizer, model, rates), model)
+    assert torch.allclose(found["0.bias"], torch.full_like(found["0.bias"], 1 / sum(rates)))
+
+
+def test_parameters_that_were_not_trained_may_be_left_out(model):
+    model[0].requires_grad_(False)
+    optimizer, rates = trained(model, torch.optim.AdamW)
+    record = et.Training.from_optimizer(optimizer, model, rates)
+    assert record.second_moments.keys() == {"2.weight", "2.bias"}
+    assert damping_of(record, model).keys() == {"2.weight", "2.bias"}
+    with refused(MismatchError, "0.weight", "params="):
+        record.damping(et.classification(model, params="all").layout)
+    with refused(MismatchError, "AdamW", "no step"):
+        et.Training.from_optimizer(torch.optim.AdamW(model.parameters()), model, rates)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel])
+def test_names_of_wrapped_models_are_those_of_the_task(model, wrap):
+    optimizer, rates = trained(model, torch.optim.AdamW)
+    wanted = et.Training.from_optimizer(optimizer, model, rates)
+    wrapped = wrap(model)
+    record = et.Training.from_optimizer(optimizer, wrapped, rates)
+    for own in (model, wrapped):
+        task = et.classification(own)
+        assert torch.equal(record.damping(task.layout), wanted.damping(task.layout))
+
+
 class _Two(nn.Module):
     def __init__(self):
         super().__init__()
@@ -160,6 +205,46 @@ def test_damaged_and_foreign_checkpoints_are_refused(trainer, tmp_path):
         et.Training.from_checkpoint(tmp_path, trainer.model)
 
 
+def test_any_damage_to_the_state_of_an_optimizer_is_refused(trainer, tmp_path):
+    trainer, folder = trainer
+    text = (folder / "trainer_state.json").read_text()
+    saved = torch.load(folder / "optimizer.pt", weights_only=True)
+    group = saved["param_groups"][0]
+    broken = [
+        {"param_groups": [1, 2]}, {"param_groups": [{}, {}]}, {"state": {}}, {"state": [1]}, {"state": {0: 1}},
+        {"param_groups": [group | {"betas": 1}, saved["param_groups"][1]]},
+        {"param_groups": [group | {"eps": "a"}, saved["param_groups"][1]]},
+        {"param_groups": [group | {"initial_lr": None}, saved["param_groups"][1]]},
+        {"state": saved["state"] | {0: {"step": 1, "exp_avg_sq": 3}}},
+    ]  # fmt: skip
+    (tmp_path / "trainer_state.json").write_text(text)
+    for change in broken:
+        torch.save(saved | change, tmp_path / "optimizer.pt")
+        with refused(MismatchError, "optimizer"):
+            et.Training.from_checkpoint(tmp_path, trainer.model)
+    (tmp_path / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes())
+    for steps in ("1e400", "-3"):
+        (tmp_path / "trainer_state.json").write_text(text.replace('"global_step": 8', f'"global_step": {steps}'))
+        with refused((InputError, MismatchError), ""):
+            et.Training.from_checkpoint(tmp_path, trainer.model)
+
+
+def test_rates_between_logged_ones_are_interpolated():
+    # Steps 1 to 8, of which 2, 4 and 7 were logged, and the fourth twice: 4 4 3 2 4 6 8 8.
+    assert _sum_of_rates([(4, 2.0), (2, 4.0), (7, 8.0), (4, 2.0)], 8) == pytest.approx(39)
+    assert _sum_of_rates([(10, 2.0)], 10**15) == pytest.approx(2e15)
+
+
+def test_groups_of_a_checkpoint_share_a_schedule(trainer, tmp_path):
+    trainer, folder = trainer
+    saved = torch.load(folder / "optimizer.pt", weights_only=True)
+    saved["param_groups"][1]["initial_lr"] *= 3
+    torch.save(saved, tmp_path / "optimizer.pt")
+    (tmp_path / "trainer_state.json").write_text((folder / "trainer_state.json").read_text())
+    found = et.Training.from_checkpoint(tmp_path, trainer.model).lr_sum
+    assert found["transformer.ln_f.bias"] == pytest.approx(3 * found["transformer.wte.weight"])
+
+
 class _Runs:
     def __reduce__(self):
         return (exec, ("open('ran', 'w').close()",))
@@ -190,6 +275,13 @@ def test_what_cannot_be_is_refused_with_a_way_out(model):
     optimizer, rates = trained(model, lambda params: torch.optim.Adam(params, lr=1e-3))
     with refused(MismatchError, "Linear"):
         et.Training.from_optimizer(optimizer, nn.Linear(2, 2), rates)
+    with refused(InputError, "Linear", "torch.optim"):
+        et.Training.from_optimizer(nn.Linear(2, 2), model, rates)
+    moments = {name: torch.full_like(p, torch.nan) for name, p in model.named_parameters()}
+    with refused(InputError, "0.weight", "finite"):
+        et.Training(1.0, second_moments=moments).damping(et.classification(model).layout)
+    with refused(MismatchError, "0.weight", "float"):
+        et.Training(1.0, second_moments={"0.weight": 1.0}).damping(et.classification(model).layout)
     with refused(MismatchError, "0.weight", "(6, 4)"):
         moments = {name: torch.ones(2) for name, _ in model.named_parameters()}
         et.Training(1.0, second_moments=moments).damping(et.classification(model).layout)

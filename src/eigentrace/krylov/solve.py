@@ -100,8 +100,8 @@ class _Space:
         if int(failed):
             raise NumericalError(
                 "The curvature with its damping is not positive definite, so the system cannot be solved by conjugate "
-                "gradients. Use a larger damping, or curvature='gauss-newton'; if it is that already, rounding is larger "
-                "than the damping: load the model in float32 or float64."
+                "gradients. Use a larger damping, or curvature='gauss-newton'; if it is that already, the damping is "
+                "less than rounding: load the model in float32 or float64."
             )
         mix = torch.cholesky_solve((self.basis @ self.right.T).double(), factor).T.to(self.right.dtype)
         return self.start + mix @ self.basis, self.right - mix @ self.images

@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from eigentrace.disk.bounded import check_regular, read_json
 from eigentrace.errors import InputError, MismatchError
-from eigentrace.settings import check_above_zero, check_not_negative, counted
+from eigentrace.settings import check_above_zero, check_not_negative, counted, short
 from eigentrace.task.layout import Layout
 
 # v̂ is at least this share of its mean in the parameter, squared root: entries that were never updated have v̂ = 0.
@@ -78,8 +79,8 @@ class Training:
         found = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
         for name in layout.names:
             inverse = self._inverse_preconditioner(name, layout)
-            tau = _of(self.lr_sum, name, "lr_sum") / (1 - self.momentum)
-            decay = _of(self.weight_decay, name, "weight_decay")
+            tau = float(_of(self.lr_sum, name, "lr_sum")) / (1 - self.momentum)
+            decay = float(_of(self.weight_decay, name, "weight_decay"))
             coupled = 0.0 if self.decoupled or has_penalty else decay
             found[layout.span(name)] = self.loss_scale * (
                 inverse * (1 / tau + (decay if self.decoupled else 0.0)) + coupled
@@ -89,32 +90,38 @@ class Training:
     def _inverse_preconditioner(self, name: str, layout: Layout) -> Tensor | float:  # (p,)
         if self.second_moments is None:
             return 1.0
-        if name not in self.second_moments:
+        moments, shape = _of(self.second_moments, name, "second moments"), layout.shapes[layout.names.index(name)]
+        if not isinstance(moments, Tensor) or moments.shape != shape:
+            found = f"shape {tuple(moments.shape)}" if isinstance(moments, Tensor) else f"type {type(moments).__name__}"
             raise MismatchError(
-                f"The record of the training has no second moments of {name!r}. It has those of "
-                f"{counted(len(self.second_moments), 'parameter')}: pass the optimizer of this model."
+                f"The second moments of {name!r} have {found}, and the parameter has shape {tuple(shape)}: pass the "
+                "optimizer of this model."
             )
-        moments, shape = self.second_moments[name], layout.shapes[layout.names.index(name)]
-        if moments.shape != shape:
-            raise MismatchError(
-                f"The second moments of {name!r} have shape {tuple(moments.shape)}, and the parameter {tuple(shape)}: "
-                "pass the optimizer of this model."
+        if not moments.isfinite().all():
+            raise InputError(
+                f"The second moments of {name!r} are not finite: the training diverged, or they are damaged. Pass the "
+                "optimizer of a training that ended well."
             )
         roots = moments.detach().to(layout.device, layout.dtype).clamp_min(0).sqrt().flatten()
         return roots.clamp_min(_LEAST_SHARE * float(roots.square().mean().sqrt())) + self.eps
 
     @classmethod
     def from_optimizer(
-        cls, optimizer: torch.optim.Optimizer, model: nn.Module, lrs: Sequence[float], *, loss_scale: float = 1.0
+        cls, optimizer: torch.optim.Optimizer, model: nn.Module, lrs: Sequence[Any], *, loss_scale: float = 1.0
     ) -> "Training":
         """Read an optimizer at the end of a training.
 
         Args:
             optimizer: SGD, Adam, AdamW or Adafactor of torch, with its state.
             model: The model that it trained, for the names of its parameters.
-            lrs: The learning rate of every step.
+            lrs: The learning rate of every step; or a list of them for each group of the optimizer, if they differ.
             loss_scale: See the class.
         """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(
+                f"optimizer must be one of torch.optim, with its state, got {type(optimizer).__name__}. For another "
+                "one give the numbers: eigentrace.Training(lr_sum=..., second_moments={...})."
+            )
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         held = [(group, [names.get(id(p)) for p in group["params"]]) for group in optimizer.param_groups]
         state = {names[id(p)]: one for p, one in optimizer.state.items() if id(p) in names}
@@ -123,8 +130,9 @@ class Training:
                 f"The optimizer has parameters that {type(model).__name__} does not have: pass the model that it "
                 "trained, with the same parameter objects."
             )
-        total, what = math.fsum(float(lr) for lr in lrs), type(optimizer).__name__
-        return _training(held, state, dict.fromkeys(range(len(held)), total), loss_scale, what, what)
+        what = type(optimizer).__name__
+        sums = _sums_of(lrs, [group for group, _ in held], what)
+        return _training(held, state, sums, loss_scale, what, what)
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, model: nn.Module, *, loss_scale: float = 1.0) -> "Training":
@@ -150,23 +158,32 @@ class Training:
             groups, states = saved["param_groups"], saved["state"]
             steps, history = int(found["global_step"]), found["log_history"]
             logged = [(int(one["step"]), float(one["learning_rate"])) for one in history if "learning_rate" in one]
-        except (LookupError, TypeError, ValueError) as error:
+            total = _sum_of_rates(logged, steps) if logged else 0.0
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise MismatchError(f"{folder} is not a checkpoint of a Trainer, or damaged ({error!r}).") from None
         if not logged:
             raise MismatchError(
                 f"{folder / 'trainer_state.json'} has no learning rates: the Trainer logged none. Train with "
                 "logging_steps set, or pass their sum: eigentrace.Training(lr_sum=...)."
             )
-        held = list(_named_groups(groups, states, model, folder))
-        state = {
-            name: states[index]
-            for (group, names) in held
-            for index, name in zip(group["params"], names, strict=True)
-            if index in states
-        }
-        total = _sum_of_rates(logged, steps)
-        sums = dict.fromkeys(range(len(held)), total)
-        return _training(held, state, sums, loss_scale, f"the optimizer in {folder}")
+        try:
+            held = list(_named_groups(groups, states, model, folder))
+            state = {
+                name: states[index]
+                for (group, names) in held
+                for index, name in zip(group["params"], names, strict=True)
+                if index in states
+            }
+            # The Trainer logs the rate of the first group; the schedule is the same for all.
+            bases = [_base(group) for group, _ in held]
+            sums = [total * (base / bases[0] if bases[0] else 1.0) for base in bases]
+            return _training(held, state, sums, loss_scale, f"the optimizer in {folder}")
+        except (MismatchError, InputError):
+            raise
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
+            raise MismatchError(
+                f"{folder / 'optimizer.pt'} is damaged, or no state of an optimizer: {error!r}"
+            ) from None
 
 
 def _read_optimizer(path: Path) -> Any:
@@ -179,18 +196,59 @@ def _read_optimizer(path: Path) -> Any:
         raise MismatchError(f"{path} is no state of an optimizer without code, or damaged: {error}") from None
 
 
-def _of(value: float | Mapping[str, float], name: str, what: str) -> float:
+def _of(value: Any, name: str, what: str) -> Any:
+    """Return the value of a parameter, which the model may know by a name with or without that of a wrapper."""
     if not isinstance(value, Mapping):
-        return float(value)
-    if name not in value:
-        raise MismatchError(f"The record of the training has no {what} of {name!r}: give one for every parameter.")
-    return float(value[name])
+        return value
+    if name in value:
+        return value[name]
+    found = {_bare(key): one for key, one in value.items()}
+    if _bare(name) not in found:
+        raise MismatchError(
+            f"The record of the training has no {what} of {name!r}. It has those of {counted(len(value), 'parameter')} "
+            f"(first: {next(iter(value), None)!r}): pass the optimizer of this model, or leave parameters that were "
+            "not trained out of the task (params=...)."
+        )
+    return found[_bare(name)]
+
+
+def _bare(name: str) -> str:
+    """Return a name without those that torch.compile and DataParallel put before it."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _sums_of(lrs: Any, groups: Sequence[Mapping[str, Any]], what: str) -> list[float]:
+    """Return the sum of the learning rates of each group, from one list for all or one for each."""
+    try:
+        given = list(lrs)
+        by_group = any(isinstance(one, Sequence) or getattr(one, "ndim", 0) for one in given)
+        lists = given if by_group else [given] * len(groups)
+        sums = [math.fsum(float(rate) for rate in one) for one in lists]
+    except (TypeError, ValueError):
+        raise InputError(
+            f"lrs must be the learning rates of all steps, or a list of them for each group, got {short(repr(lrs))}."
+        ) from None
+    if len(sums) != len(groups):
+        raise InputError(f"lrs has {counted(len(sums), 'list')}, and {what} {counted(len(groups), 'group')}.")
+    rates = dict.fromkeys((_base(group), float(group["lr"])) for group in groups)
+    if len(rates) > 1 and not by_group:
+        raise InputError(
+            f"The groups of {what} have learning rates of their own (first and last: "
+            f"{short(', '.join(f'{base:g} and {end:g}' for base, end in rates))}): pass a list of the rates of all "
+            "steps for each group, lrs=[[...], [...]]."
+        )
+    return sums
+
+
+def _base(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a group that its schedule multiplies."""
+    return float(group.get("initial_lr", group["lr"]))
 
 
 def _training(
     held: Sequence[tuple[Mapping[str, Any], list[Any]]],
     state: Mapping[str, Mapping[str, Any]],
-    sums: Mapping[int, float],
+    sums: Sequence[float],
     loss_scale: float,
     what: str,
     kind: str = "AdamW",
@@ -212,10 +270,18 @@ def _training(
         if is_adam:
             found = group["eps"]
             eps.add(float(found[0] or 0.0) if isinstance(found, tuple | list) else float(found))
+        # Without momentum, dampening has no effect.
+        share = 1.0 if is_adam or not group.get("momentum") else 1 - float(group["dampening"])
         for name in names:
-            lr_sum[name], decay[name] = sums[number], float(group.get("weight_decay", 0.0))
+            if is_adam and not state.get(name):
+                continue  # frozen, or never used: it was not trained
+            lr_sum[name], decay[name] = share * sums[number], float(group.get("weight_decay", 0.0))
             if is_adam:
-                moments[name] = _second_moments(state.get(name, {}), group, name, what)
+                moments[name] = _second_moments(state[name], group, name, what)
+    if not lr_sum:
+        raise MismatchError(
+            f"{what} has no state: it has taken no step. Pass it at the end of the training, or load its state."
+        )
     if len(momentum) > 1 or len(eps) > 1 or (moments and len(moments) < len(lr_sum)):
         raise InputError(f"The groups of {what} have different settings of momentum or ε, which is not supported.")
     return Training(
@@ -289,7 +355,9 @@ def _decayed(model: nn.Module, patterns: str) -> set[str]:
 
 def _sum_of_rates(logged: list[tuple[int, float]], steps: int) -> float:
     """Sum the learning rates of all steps, with those between two logged ones interpolated."""
-    import numpy as np
-
-    at, rates = np.array(logged, dtype=np.float64).T
-    return float(np.interp(np.arange(1, steps + 1), at, rates).sum())
+    points = sorted({step: rate for step, rate in logged if 0 < step <= steps}.items()) or [(steps, logged[0][1])]
+    (first, rate), (last, end) = points[0], points[-1]
+    total = first * rate + (steps - last) * end
+    for (a, low), (b, high) in pairwise(points):
+        total += (b - a) * low + (high - low) * (b - a + 1) / 2
+    return total
