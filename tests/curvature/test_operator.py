@@ -253,6 +253,25 @@ def test_a_large_sample_streams_and_gives_the_same(cases, monkeypatch):
     assert torch.equal(held, streamed)
 
 
+def test_vectors_that_do_not_fit_together_are_multiplied_in_smaller_groups(cases, monkeypatch):
+    case, tried = cases["mlp"], []
+
+    def small(function, chunk_size):
+        tried.append(chunk_size)
+        if chunk_size > 3:
+            raise torch.OutOfMemoryError("too large")
+        return torch.func.vmap(function, chunk_size=chunk_size)
+
+    monkeypatch.setattr("eigentrace.curvature.operator.vmap", small)
+    vectors = torch.randn(10, case.task.layout.numel, dtype=torch.float64)
+    curvature = Curvature(case.task, as_data(case.batches), None, "gauss-newton")
+    with case.task.session():
+        found = curvature.matmat(vectors)
+    assert torch.allclose(found, vectors @ dense_hessian(case, "gauss-newton"), atol=1e-9)
+    assert tried[:3] == [10, 5, 2]
+    assert set(tried[3:]) <= {2}  # other batches do not try again what did not fit
+
+
 def test_product_is_linear_and_symmetric(cases):
     task, batch = cases["conv"].task, cases["conv"].batches[0]
     u, v = torch.randn(2, task.layout.numel, dtype=torch.float64)

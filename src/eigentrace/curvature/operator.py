@@ -58,6 +58,8 @@ class Curvature:
     """Collate the examples once and keep them in memory, up to `HELD_EXAMPLES` of them."""
     compile: bool = False
     """Compile the product for the most common form of micro-batch; others, such as a smaller last one, run eagerly."""
+    _fitting: list[int] = field(default_factory=list, repr=False, compare=False)
+    """Numbers of vectors at a time that replaced larger ones in `matmat`."""
     _held: list[Any] = field(default_factory=list, repr=False, compare=False)
     _programs: dict[Any, CompiledProduct] = field(default_factory=dict, repr=False, compare=False)
 
@@ -142,17 +144,28 @@ class Curvature:
         return self._programs[key](self.task, self.task.params, tangents, batch)
 
     def _many(self, tangents: Values, batch: Any) -> Values:
-        if self.form is not Differentiation.REVERSE:
-            product = product_of(self.kind, Differentiation.FORWARD, self.precision)
-            try:
-                return vmap(lambda t: product(self.task, self.task.params, t, batch))(tangents)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:  # some operations of the model have no batching rule: one vector at a time
-                pass
         count = len(next(iter(tangents.values())))
+        while self.form is not Differentiation.REVERSE and (at_once := min([count, *self._fitting])) > 1:
+            found = self._together(tangents, batch, at_once)
+            if found is not None:
+                return found
+            # What did not fit is not tried again on other batches.
+            self._fitting.append(at_once // 2)
         each = [self._product({name: t[i] for name, t in tangents.items()}, batch) for i in range(count)]
         return {name: torch.stack([product[name] for product in each]) for name in tangents}
+
+    def _together(self, tangents: Values, batch: Any, at_once: int) -> Values | None:
+        """Multiply several vectors in one pass; return None if that does not fit in memory or is not supported."""
+        product = product_of(self.kind, Differentiation.FORWARD, self.precision)
+        try:
+            return vmap(lambda t: product(self.task, self.task.params, t, batch), chunk_size=at_once)(tangents)
+        except torch.OutOfMemoryError:
+            pass
+        except RuntimeError:  # some operations of the model have no batching rule: one vector at a time
+            self._fitting.append(1)
+        if self.task.layout.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
 
 
 def working_form(curvature: Curvature, batch: Any) -> Differentiation:
