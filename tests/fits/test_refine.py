@@ -149,6 +149,10 @@ def test_what_cannot_be_is_refused_with_a_way_out(problem):
             et.Refine(**settings)
     with refused(InputError, "rounds"):
         fitted.influence(train, queries, refine=True)
+    with refused(InputError, "rounds", "converged", "3"):
+        fitted.influence(train, queries, refine="3")
+    with refused(UnsupportedError, "members"):
+        et.Ensemble([fitted, fitted]).influence(train, queries, refine=3)
 
 
 def test_a_positive_hessian_is_solved_too(cases):

@@ -105,10 +105,10 @@ class Ensemble(Fitted):
 
     @property
     def can(self) -> Capabilities:
-        """The capabilities that all members share, except for spectra and coordinates, which belong to single ones."""
+        """The capabilities that all members share, except for those that belong to single ones."""
         of_members = [dataclasses.asdict(member.can) for member in self.members]
         shared = {name: all(can[name] for can in of_members) for name in of_members[0]}
-        return Capabilities(**shared | {"spectrum": False, "coordinates": False})
+        return Capabilities(**shared | {"spectrum": False, "coordinates": False, "refine": False})
 
     @property
     def positive_metric(self) -> bool:

@@ -64,7 +64,8 @@ _REFUSALS = {
     "distill": "{} has no eigenpairs of the curvature that could be cut, and no tail. Use Arnoldi.",
     "coordinates": "{} has no eigenpairs of its own, and therefore no tail that coordinates could represent. Use a "
     "fit of Arnoldi; of an ensemble, use each member.",
-    "refine": "{} cannot precondition a solve with the curvature. Use EKFAC, or Arnoldi with a tail.",
+    "refine": "{} cannot precondition a solve with the curvature. Use EKFAC, or Arnoldi with a tail; of an ensemble, "
+    "refine the scores of each member (fitted.members) and take their mean.",
     "unit_gradients": "{} uses no gradients of the loss, so normalize='gradient' is not supported. Use normalize=None.",
 }
 
@@ -191,17 +192,13 @@ class Fitted(ABC):
             compute: Engine, precision, memory and batch size of the passes.
         """
         self._require("refine")
-        train, queries, compute, settings = (
-            as_data(train),
-            as_data(queries),
-            checked_compute(compute),
-            Refine.of(refine),
-        )
+        train, queries, compute = as_data(train), as_data(queries), checked_compute(compute)
+        settings = Refine.of(refine)
         self._check(normalize, unit)
         if normalize in ("metric", "features"):
             raise InputError(f"normalize={normalize!r} is not supported with refine: use None or 'gradient'.")
         norm: Norm = "gradient" if normalize == "gradient" else None
-        settings, mean = Refine.of(refine), self._mean_eigenvalue()
+        mean = self._mean_eigenvalue()
         whole = train if curvature_data is None else as_data(curvature_data)
         found = refined(self.task, self._preconditioner, mean, whole, train, queries, settings, norm, compute)
         return replace(found, scores=found.scores / self._divisor(unit))

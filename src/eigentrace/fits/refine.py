@@ -51,7 +51,9 @@ class Refine:
     __repr__ = settings_repr
 
     def __post_init__(self) -> None:
-        if self.rounds != "converged":
+        if isinstance(self.rounds, str) and self.rounds != "converged":
+            raise InputError(f"rounds must be a whole number of at least 1 or 'converged', got {self.rounds!r}.")
+        if not isinstance(self.rounds, str):
             check_counts(1, rounds=self.rounds)
         if self.damping != "auto":
             check_above_zero(damping=self.damping)
