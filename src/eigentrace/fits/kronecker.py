@@ -230,11 +230,11 @@ def bases_of(job: Job, data: Data, joined: Mapping[str, Joined], columns: int, t
         for gather in found.gathered:
             for name, sides in gather.sides.items():  # type: ignore[attr-defined]
                 totals[name] = _added(totals[name], sides) if name in totals else sides
-    diagonalised = {name: sides for name, sides in totals.items() if name not in standard}
-    return {
-        name: (_eigenvectors(left, columns), _eigenvectors(right, columns))
-        for name, (left, right) in diagonalised.items()
-    }
+    bases: Bases = {}
+    for name in [name for name in totals if name not in standard]:
+        left, right = totals.pop(name)  # freed once it is diagonalised: of a large model, half of the memory
+        bases[name] = _eigenvectors(left, columns), _eigenvectors(right, columns)
+    return bases
 
 
 def without_rule(found: Projection, layout: Layout) -> set[str]:
@@ -253,7 +253,8 @@ def _eigenvectors(covariances: Tensor | None, columns: int) -> Tensor | None:  #
     except torch.linalg.LinAlgError:
         # Inputs that are always zero give repeated eigenvalues, for which float32 fails to converge on some processors.
         vectors = torch.linalg.eigh(covariances.double()).eigenvectors.to(covariances.dtype)
-    basis = torch.block_diag(*vectors.flip(-1)[..., :each])
+    leading = vectors.flip(-1)[..., :each]
+    basis = leading[0] if len(leading) == 1 else torch.block_diag(*leading)
     return with_fixed_signs(basis.T.contiguous()).T.contiguous()
 
 

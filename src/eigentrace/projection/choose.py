@@ -94,9 +94,10 @@ def largest_batch(engine: Engine, job: Job, data: Data) -> int | None:
     peaks = []
     for count in _TRIED:
         first = data.rebatched(count).first(count)
-        values = job.place(first.values, first.rows)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
+        # What a job prepares may need more memory than the pass itself: drawing labels keeps several copies of logits.
+        values = job.place(first.values, first.rows)
         if _attempt(engine, job, values, count) is None:
             return max(1, count // 2)
         peaks.append(torch.cuda.max_memory_allocated(device) - before)
