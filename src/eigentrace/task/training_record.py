@@ -138,7 +138,8 @@ class Training:
     def from_checkpoint(cls, path: str | Path, model: nn.Module, *, loss_scale: float = 1.0) -> "Training":
         """Read a checkpoint folder of Hugging Face's Trainer: `optimizer.pt` and `trainer_state.json`.
 
-        Learning rates between two logged ones are interpolated. Nothing in the folder is run.
+        Learning rates are interpolated between the logged ones, and those of the optimizer at both ends. Nothing in the
+        folder is run.
 
         Args:
             path: The folder.
@@ -158,12 +159,11 @@ class Training:
             groups, states = saved["param_groups"], saved["state"]
             steps, history = int(found["global_step"]), found["log_history"]
             logged = [(int(one["step"]), float(one["learning_rate"])) for one in history if "learning_rate" in one]
-            total = _sum_of_rates(logged, steps) if logged else 0.0
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise MismatchError(f"{folder} is not a checkpoint of a Trainer, or damaged ({error!r}).") from None
-        if not logged:
+        if not logged or steps < 1:
             raise MismatchError(
-                f"{folder / 'trainer_state.json'} has no learning rates: the Trainer logged none. Train with "
+                f"{folder / 'trainer_state.json'} has no steps with learning rates: none were logged. Train with "
                 "logging_steps set, or pass their sum: eigentrace.Training(lr_sum=...)."
             )
         try:
@@ -174,8 +174,9 @@ class Training:
                 for index, name in zip(group["params"], names, strict=True)
                 if index in states
             }
+            bases = [_base(group) for group in groups]
+            total = _sum_of_rates(logged, steps, bases[0], float(groups[0]["lr"]))
             # The Trainer logs the rate of the first group; the schedule is the same for all.
-            bases = [_base(group) for group, _ in held]
             sums = [total * (base / bases[0] if bases[0] else 1.0) for base in bases]
             return _training(held, state, sums, loss_scale, f"the optimizer in {folder}")
         except (MismatchError, InputError):
@@ -353,11 +354,20 @@ def _decayed(model: nn.Module, patterns: str) -> set[str]:
     return {name for name in names if name not in inside and not re.search(patterns, name.lower())}
 
 
-def _sum_of_rates(logged: list[tuple[int, float]], steps: int) -> float:
-    """Sum the learning rates of all steps, with those between two logged ones interpolated."""
-    points = sorted({step: rate for step, rate in logged if 0 < step <= steps}.items()) or [(steps, logged[0][1])]
-    (first, rate), (last, end) = points[0], points[-1]
-    total = first * rate + (steps - last) * end
-    for (a, low), (b, high) in pairwise(points):
+def _sum_of_rates(logged: list[tuple[int, float]], steps: int, initial: float, after: float) -> float:
+    """Sum the learning rates of all steps, with those between two known ones interpolated.
+
+    Args:
+        logged: Steps, and their rates.
+        steps: The number of steps.
+        initial: The rate that the schedule multiplies: that of the first step, unless logged rates begin by rising.
+        after: The rate of the step after the last.
+    """
+    points = {step: rate for step, rate in logged if 0 < step <= steps} or {steps: logged[0][1]}
+    first = points[min(points)]
+    points.setdefault(1, 0.0 if max(points.values()) > first else max(initial, first))
+    points[steps + 1] = after
+    total = points[1]
+    for (a, low), (b, high) in pairwise(sorted(points.items())):
         total += (b - a) * low + (high - low) * (b - a + 1) / 2
-    return total
+    return total - after
