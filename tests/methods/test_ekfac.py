@@ -234,6 +234,23 @@ def test_biases_belong_to_their_matrices_in_half_precision_too():
     assert {one.bias for one in found.metric.joined.values()} == {"0.bias", "2.bias"}
 
 
+def test_padding_does_not_change_a_fit():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 7)).double()
+
+    def loss(outputs, batch):
+        return F.cross_entropy(outputs.transpose(1, 2), batch[1], reduction="none", ignore_index=-100).sum(1)
+
+    task = et.Task(model, outputs=lambda m, b: m(b[0]), output_loss=loss)
+    tokens, labels = torch.randint(0, 7, (6, 3)), torch.randint(0, 7, (6, 3))
+    padded = [(F.pad(tokens, (0, 5), value=2), F.pad(labels, (0, 5), value=-100))]
+    for settings in ({}, {"labels": "data"}):
+        found = [
+            et.EKFAC(**settings).fit(task, data).influence(padded, padded) for data in ([(tokens, labels)], padded)
+        ]
+        assert torch.allclose(*found, rtol=1e-8)
+
+
 def test_outputs_may_be_one_number_per_example():
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)).double()
     data = [(numbers(7, 4), torch.rand(7).double())]

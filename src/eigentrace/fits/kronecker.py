@@ -176,22 +176,30 @@ class _Covariances:
         if (form.groups * form.left.width, form.right.width) != matrix_shape(self.layout, name):
             return
         outer = self.joined[name].augmented(form) if name in self.joined else form
-        found = self._products(outer.left, form.groups), self._products(outer.right, form.groups)
+        found = (
+            self._products(outer.left, form.right, form.groups),
+            self._products(outer.right, form.left, form.groups),
+        )
         found = found[0], None if found[1] is None else found[1].sum(dim=0, keepdim=True)
         self.sides[name] = _added(self.sides[name], found) if name in self.sides else found
 
     def finish(self) -> None:
         """Do nothing: every gradient was added when it was received."""
 
-    def _products(self, factor: Factor, groups: int) -> Tensor | None:  # (g, width, width)
+    def _products(self, factor: Factor, other: Factor, groups: int) -> Tensor | None:  # (g, width, width)
         if isinstance(factor, OneHot) or groups * factor.width > WIDEST_SIDE:
             return None
         step = -(-factor.tokens // self.tokens)
-        at_once = max(1, self.budget // (8 * groups * factor.tokens * factor.width))
+        width = factor.width + (0 if isinstance(other, OneHot) else other.width)
+        at_once = max(1, self.budget // (8 * groups * factor.tokens * width))
         total: Tensor | None = None
         for start in range(0, factor.examples, at_once):
-            tokens = factor.take(start, min(start + at_once, factor.examples))[:, :, ::step]
-            flat = wide(tokens).transpose(0, 1).flatten(1, 2)  # (g, n·T, width)
+            stop = min(start + at_once, factor.examples)
+            tokens = wide(factor.take(start, stop)[:, :, ::step])
+            if not isinstance(other, OneHot):
+                # Tokens that add nothing to the gradient do not count: padding must not determine the basis.
+                tokens = tokens * other.take(start, stop)[:, :, ::step].any(dim=-1, keepdim=True)
+            flat = tokens.transpose(0, 1).flatten(1, 2)  # (g, n·T, width)
             products = flat.transpose(1, 2) @ flat
             total = products if total is None else total + products
         return total
