@@ -49,7 +49,7 @@ from harness.command import carried_out, choices, result_options, say, start
 from harness.measure import Cell, attempt
 from harness.record import Recorder
 
-PARTS = ("gradient", "ekfac", "refine", "arnoldi", "ensembles")
+PARTS = ("gradient", "ekfac", "refine", "refine-damping", "refine-arnoldi", "arnoldi", "ensembles")
 
 _BOOTSTRAP = 200
 # K of the cells on stored features and ensembles, and the number of results of a shortlist.
@@ -109,8 +109,8 @@ class Regime:
             self._cell("gradient", lambda: self._fidelity(self._gradients(0)))
         if "ekfac" in parts:
             self._ekfac()
-        if "refine" in parts:
-            self._refined()
+        if any(part.startswith("refine") for part in parts):
+            self._refined(parts)
         if "arnoldi" in parts:
             self._arnoldi()
         if "ensembles" in parts and self.problem.spec.models > 1:
@@ -128,21 +128,22 @@ class Regime:
         found = self._fidelity(fitted.influence(self.train, self.queries), bootstrap)
         return found | {"delta": fitted.damping, "share": fitted.damping / fitted.metric.mean}
 
-    def _refined(self) -> None:
+    def _refined(self, parts: Sequence[str]) -> None:
         """Solve with the damping of the training, and with multiples of it."""
         training = self._training()
         task = et.classification(self.problem.at(0).model(), training=training)
         fitted = et.EKFAC(sample=None).fit(task, self.train)
-        for rounds in ROUNDS:
+        for rounds in ROUNDS if "refine" in parts else ():
             self._cell(refined_cell(rounds), partial(self._of_refined, fitted, et.Refine(rounds, sample=None)))
         own = float(training.damping(task.layout)[0])
-        for share in FACTORS:
+        for share in FACTORS if "refine-damping" in parts else ():
             settings = et.Refine(ROUNDS[-1], damping=share * own, sample=None)
             self._cell(refined_cell(ROUNDS[-1], share), partial(self._of_refined, fitted, settings, 1))
-        arnoldi = et.Arnoldi(self.problem.spec.steps, self.k, sample=None, compile=False).fit(task, self.train)
-        for rounds in ROUNDS:
-            cell = partial(self._of_refined, arnoldi, et.Refine(rounds, sample=None))
-            self._cell(f"{refined_cell(rounds)}/arnoldi", cell)
+        if "refine-arnoldi" in parts:
+            arnoldi = et.Arnoldi(self.problem.spec.steps, self.k, sample=None, compile=False).fit(task, self.train)
+            for rounds in ROUNDS:
+                cell = partial(self._of_refined, arnoldi, et.Refine(rounds, sample=None))
+                self._cell(f"{refined_cell(rounds)}/arnoldi", cell)
 
     def _training(self) -> et.Training:
         recipe = self.problem.spec.recipe

@@ -13,7 +13,7 @@ SIZES = (128, 256, 512, 1024, 4096)
 """Numbers R of stored coordinates."""
 DELTAS = tuple(10 ** (exponent / 2) for exponent in range(-7, 1))
 """Eight values of δ, half a decade apart."""
-SHARES = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 10.0)
+SHARES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Values of EK-FAC's damping, as shares of the mean of its diagonal."""
 EKFAC_CELL = "ekfac/auto"
 ROUNDS = (1, 2, 3, 5, 10)
@@ -86,7 +86,7 @@ def _machine(regimes: dict[str, Record], goals: bool) -> list[str]:
     if damped:
         headings = [
             "regime",
-            "damping 0.1 × mean, the default",
+            "damping 0.5 × mean, the default",
             *(f"{share:g} × mean" for share in SHARES),
             "of the best",
         ]

@@ -134,7 +134,7 @@ def test_drawn_labels_measure_the_gauss_newton_matrix(kind):
     held = torch.cat([values.flatten() for values in fitted.metric.diagonal.values()])
     wanted = (basis * (dense @ basis)).sum(0)
     assert float((held - wanted).norm() / wanted.norm()) < 0.1
-    assert fitted.damping == pytest.approx(0.1 * float(held.mean()))
+    assert fitted.damping == pytest.approx(0.5 * float(held.mean()))
 
 
 def test_gradients_are_those_of_the_drawn_labels():
@@ -145,13 +145,30 @@ def test_gradients_are_those_of_the_drawn_labels():
     job = replace(Job.of(task, "losses"), function=drawn, prepare=drawn.prepare)
     with task.session():
         whole = torch.cat(list(gradients(job, data)))
-        labels = drawn.prepare(data.first(9).values, np.arange(9))[1]
-        metric = measured_metric(job, data)
+        _, labels, roots, _ = drawn.prepare(data.first(9).values, np.arange(9))
+        metric = measured_metric([job], data)
     relabelled = [(data.first(9).values[0], labels)]
-    wanted = one_at_a_time(task, relabelled)[0]
+    wanted = roots[:, None] * one_at_a_time(task, relabelled)[0]
     assert torch.allclose(whole, wanted, atol=1e-12)
     basis, held = basis_of(metric), torch.cat([v.flatten() for v in metric.diagonal.values()])
     assert torch.allclose(held, (wanted @ basis).square().mean(0), atol=1e-12)
+
+
+def test_confident_models_need_few_draws():
+    # As few labels drawn from the model as this would mostly be those of no gradient.
+    torch.manual_seed(0)
+    model = nn.Linear(5, 4).double()
+    with torch.no_grad():
+        model.weight *= 12
+    task, data = et.classification(model), [(numbers(60, 5), torch.zeros(60).long())]
+    fits = [et.EKFAC(sample=None, draws=draws, seed=1).fit(task, data) for draws in ("auto", 4, 60)]
+    means = [fit.metric.mean for fit in fits]
+    assert [fit.method["draws"] for fit in fits] == [4, 4, 60]
+    assert means[0] == means[1] == pytest.approx(means[2], rel=0.1)
+    with task.session():
+        curvature = Curvature(task, as_data(data), None, "gauss-newton")
+        trace = curvature.matmat(torch.eye(task.layout.numel).double()).trace() / task.layout.numel
+    assert means[2] == pytest.approx(float(trace), rel=0.03)
 
 
 def test_a_fit_is_saved_and_loaded(fitted, tmp_path):
@@ -282,7 +299,7 @@ def test_what_cannot_be_is_refused_with_a_way_out():
     plain = et.Task(model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"))
     with refused(InputError, "labels='data'"):
         et.EKFAC().fit(plain, data)
-    for settings in ({"damping": 0.0}, {"sample": 0}, {"labels": "own"}):
+    for settings in ({"damping": 0.0}, {"sample": 0}, {"labels": "own"}, {"draws": 0}):
         with refused(InputError, *settings):
             et.EKFAC(**settings)
     fitted = et.EKFAC().fit(et.classification(model), data)

@@ -4,9 +4,10 @@ The gradient of a matrix is Σₜ leftₜ ⊗ rightₜ. Rotated into the eigenba
 its energy is in a few coordinates, which are worth storing. Parameters without this form keep the standard basis.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -216,24 +217,24 @@ def _added(
 
 def eigenbases(task: Task, data: Data, compute: Compute) -> Bases:
     """Return the leading eigenvectors of both sides of every matrix, from some tokens of each example."""
-    return bases_of(Job.of(task, "losses", compute=compute), data, {}, _MOST_COLUMNS, _MOST_TOKENS)
+    return bases_of([Job.of(task, "losses", compute=compute)], data, {}, _MOST_COLUMNS, _MOST_TOKENS)
 
 
-def bases_of(job: Job, data: Data, joined: Mapping[str, Joined], columns: int, tokens: int) -> Bases:
+def bases_of(jobs: Sequence[Job], data: Data, joined: Mapping[str, Joined], columns: int, tokens: int) -> Bases:
     """Return the eigenvectors of the covariances of both sides of every matrix, summed over the data.
 
     Args:
-        job: The function whose gradients are used.
+        jobs: The functions whose gradients are used, for the same parameters.
         data: The examples.
         joined: The biases that belong to a matrix, by the name of the matrix.
         columns: Maximum number of eigenvectors per side.
         tokens: Maximum number of tokens per example.
     """
-    layout = job.task.layout
+    layout = jobs[0].task.layout
     totals: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     standard: set[str] = set()
-    job = replace(job, gather=partial(_Covariances, layout, job.budget, joined, tokens))
-    for _, found in project(job, data, "Covariances"):
+    made = [replace(job, gather=partial(_Covariances, layout, job.budget, joined, tokens)) for job in jobs]
+    for _, found in chain.from_iterable(project(job, data, "Covariances") for job in made):
         standard |= without_rule(found, layout)
         for gather in found.gathered:
             for name, sides in gather.sides.items():  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ This is EK-FAC (George et al., 2018): each matrix, with its bias, is rotated int
 its inputs and of the gradients of its outputs. There, the diagonal of the curvature is measured exactly.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -187,25 +187,31 @@ class KroneckerMetric:
         return cls(layout, bases, joined, diagonal)
 
 
-def measured_metric(job: Job, data: Data) -> KroneckerMetric:
-    """Measure the metric of a job's gradients: the covariances in one pass, the diagonal in another."""
-    layout = job.task.layout
-    joined = _joined_biases(job, data)
-    bases = bases_of(job, data, joined, WIDEST_SIDE, _ALL)
+def measured_metric(jobs: Sequence[Job], data: Data) -> KroneckerMetric:
+    """Measure the metric of the gradients of jobs: the covariances in a pass each, the diagonal in another."""
+    layout = jobs[0].task.layout
+    joined = _joined_biases(jobs[0], data)
+    standard: set[str] = set()
     while True:
-        # Later batches may show more parameters without a layer rule, or biases that belong to no matrix.
-        sums, without, changed = square_sums(job, data, bases, joined)
-        changed |= {name for name in without if name in bases or name in joined}
-        changed |= {name for name, one in joined.items() if one.bias in without}
+        found = bases_of(jobs, data, joined, WIDEST_SIDE, _ALL)
+        bases = {name: sides for name, sides in found.items() if name not in standard}
+        sums: dict[str, Tensor] = {}
+        changed: set[str] = set()
+        for job in jobs:
+            own, without, refuted = square_sums(job, data, bases, joined)
+            # Later batches may show more parameters without a layer rule, or biases that belong to no matrix.
+            changed |= refuted | {name for name in without if name in bases or name in joined}
+            changed |= {name for name, one in joined.items() if one.bias in without}
+            standard |= set(without)
+            sums = {name: sums[name] + values if name in sums else values for name, values in own.items()}
         if not changed:
-            diagonal = {name: values.to(layout.dtype) / len(data) for name, values in sums.items()}
-            zeros = [name for name in layout.names if name not in diagonal and name not in _biases(joined)]
-            shapes = {name: shape_of(layout, name, joined) for name in zeros}
-            diagonal |= {name: torch.zeros(s, dtype=layout.dtype, device=layout.device) for name, s in shapes.items()}
-            return KroneckerMetric(layout, bases, joined, diagonal)
+            break
         joined = {name: one for name, one in joined.items() if name not in changed}
-        bases = {name: sides for name, sides in bases_of(job, data, joined, WIDEST_SIDE, _ALL).items()
-                 if name not in without}  # fmt: skip
+    diagonal = {name: values.to(layout.dtype) / (len(data) * len(jobs)) for name, values in sums.items()}
+    zeros = [name for name in layout.names if name not in diagonal and name not in _biases(joined)]
+    shapes = {name: shape_of(layout, name, joined) for name in zeros}
+    diagonal |= {name: torch.zeros(s, dtype=layout.dtype, device=layout.device) for name, s in shapes.items()}
+    return KroneckerMetric(layout, bases, joined, diagonal)
 
 
 def _biases(joined: Mapping[str, Joined]) -> set[str]:

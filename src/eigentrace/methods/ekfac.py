@@ -15,9 +15,13 @@ from eigentrace.projection import Job
 from eigentrace.settings import check_above_zero, check_counts, counted, settings_of, settings_repr, short
 from eigentrace.task.task import Task, penalty_of
 
-# damping="auto" is this share of the mean of the diagonal: between .03 and .1 predicted retraining best on a language
-# model, and on digits the results hardly depend on it (docs/results/fidelity.md).
-_AUTO = 0.1
+# damping="auto" is this share of the mean of the diagonal. On digits, 1 to 3 predicted retraining best, on a language
+# model .03 to .1; this share loses at most a twentieth on each (docs/results/fidelity.md, docs/tail.md).
+_AUTO = 0.5
+# draws="auto" is as many for each example, divided by the number of its tokens.
+_DRAWS = 4
+# Distance between the seeds of further draws.
+_FURTHER = 1_000_003
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,13 @@ class EKFAC:
     sample: int | None = 8192
     """Number of examples that the curvature is measured on, drawn once; None for all of the data."""
     damping: float | Literal["auto"] = "auto"
-    """δ, which is added to the diagonal; "auto" for 0.1 × its mean over all parameters."""
+    """δ, which is added to the diagonal; "auto" for half of its mean over all parameters."""
     labels: Literal["drawn", "data"] = "drawn"
     """"drawn" from the model's own predictions, which gives the Gauss-Newton matrix and needs a task with outputs;
     "data" for the gradients of the losses, which vanish where the model fits its data (the empirical Fisher)."""
+    draws: int | Literal["auto"] = "auto"
+    """Draws of labels per example, each of which takes two passes; "auto" for 4, less if an example has several tokens,
+    and 1 where nothing is drawn."""
     seed: int = 0
     """Seed of the sample and of the drawn labels."""
 
@@ -43,6 +50,8 @@ class EKFAC:
 
     def __post_init__(self) -> None:
         check_counts(0, seed=self.seed)
+        if self.draws != "auto":
+            check_counts(1, draws=self.draws)
         if self.sample is not None:
             check_counts(1, sample=self.sample)
         if self.damping != "auto":
@@ -60,7 +69,7 @@ class EKFAC:
             )
         part = data if self.sample is None else data.take(data.sample(self.sample, generator_of(self.seed)))
         with task.session():
-            metric = self._metric(task, part)
+            metric, draws = self._metric(task, part)
         mean = metric.mean
         if not mean > 0:
             raise NumericalError(
@@ -72,13 +81,17 @@ class EKFAC:
         if unrotated:
             names = short(", ".join(f"{name} ({' and '.join(sides)})" for name, sides in unrotated.items()), 300)
             tell(f"EK-FAC: {counted(len(unrotated), 'parameter')} with a side in the standard basis: {names}")
-        settings = settings_of(self) | {"examples": len(part), "damping": damping, "unrotated": unrotated}
+        settings = settings_of(self) | {"examples": len(part), "damping": damping, "draws": draws}
+        settings["unrotated"] = unrotated
         return EKFACFit(task, metric, damping, settings, size)
 
-    def _metric(self, task: Task, data: Data) -> KroneckerMetric:
-        job = Job.of(task, "losses")
+    def _metric(self, task: Task, data: Data) -> tuple[KroneckerMetric, int]:
+        """Return the metric, and the number of draws per example."""
+        jobs = [Job.of(task, "losses")]
         if self.labels == "drawn":
-            drawn = DrawnGradients(task, self.seed)
-            job = replace(job, function=drawn, prepare=drawn.prepare)
-        metric = measured_metric(job, data)
-        return metric.plus(penalty_of(task)) if any(task.l2.values()) else metric
+            positions = DrawnGradients(task).positions(data)
+            draws = -(-_DRAWS // positions) if self.draws == "auto" else int(self.draws)
+            functions = [DrawnGradients(task, self.seed + _FURTHER * number) for number in range(draws)]
+            jobs = [replace(jobs[0], function=one, prepare=one.prepare) for one in functions]
+        metric = measured_metric(jobs, data)
+        return (metric.plus(penalty_of(task)) if any(task.l2.values()) else metric), len(jobs)
