@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench.page import write_page
+from eigentrace.settings import counted
 from harness.measure import Cell
 from harness.record import Notes, Record, judged, shown, table
 
@@ -77,7 +78,8 @@ def _machine(regimes: dict[str, Record], goals: bool) -> list[str]:
         recipe = record["settings"]
         lines += ["", f"### {regime}: learning rate {recipe['lr']:g}, {recipe['epochs']} epochs", ""]
         keeps = [k for k in KS if tail_cell("auto", k) in record["cells"]]
-        lines += table(["method", *(f"K = {k}" for k in keeps)], _cuts(regime, record, keeps, goals, notes))
+        cuts = table(["method", *(f"K = {k}" for k in keeps)], _cuts(regime, record, keeps, goals, notes))
+        lines += cuts if keeps else ["Measured here: EK-FAC and refined scores, below."]
         ensembles = list(_ensembles(record, keeps, notes))
         if ensembles:
             lines += ["", "Averaged over networks from ten seeds:", ""]
@@ -88,21 +90,17 @@ def _machine(regimes: dict[str, Record], goals: bool) -> list[str]:
             "regime",
             "damping 0.5 × mean, the default",
             *(f"{share:g} × mean" for share in SHARES),
-            "of the best",
+            "share of the best",
         ]
         lines += ["", "### EK-FAC, by its damping", "", *table(headings, damped)]
     solved = [row for regime, record in regimes.items() for row in _refined(regime, record, notes)]
     if solved:
-        headings = ["regime", "preconditioner", *(f"{rounds} products" for rounds in ROUNDS)]
+        headings = ["regime", "preconditioner", *(counted(rounds, "product") for rounds in ROUNDS)]
         lines += ["", "### Solved, with the damping of the training", "", *table(headings, solved)]
         grid_of = [row for regime, record in regimes.items() for row in _factors(regime, record, notes)]
         headings = ["regime", *(f"{factor:g} ×" for factor in sorted((*FACTORS, 1.0)))]
-        lines += [
-            "",
-            f"The same, {ROUNDS[-1]} products, with multiples of that damping:",
-            "",
-            *table(headings, grid_of),
-        ]
+        about = f"The same, {ROUNDS[-1]} products, with multiples of that damping:"
+        lines += ["", about, "", *table(headings, grid_of)] if grid_of else []
     grid = [row for regime, record in regimes.items() for row in _grid(regime, record, goals, notes)]
     if grid:
         headings = ["regime", "K", "λ_K", "δ = λ_K", "best δ", "its LDS", "share of the best"]
@@ -151,7 +149,7 @@ def _refined(regime: str, record: Record, notes: Notes) -> Iterator[list[str]]:
 
 def _factors(regime: str, record: Record, notes: Notes) -> Iterator[list[str]]:
     cells = [record["cells"].get(refined_cell(ROUNDS[-1], factor)) for factor in sorted((*FACTORS, 1.0))]
-    if any(cells):
+    if sum(cell is not None for cell in cells) > 1:
         yield [regime, *(shown(cell, "lds", ".1f", notes) for cell in cells)]
 
 
