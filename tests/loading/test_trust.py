@@ -318,8 +318,11 @@ def test_a_package_that_a_model_folder_names_for_its_weights_is_not_imported(tmp
 
 def test_no_quantization_is_no_package(tmp_path):
     tiny_bert(tmp_path / "model")
+    plain = load_model(tmp_path / "model", "text-classification").state_dict()
     with_config(tmp_path / "model", {"quantization_config": None})
-    load_model(tmp_path / "model", "text-classification")
+    found = load_model(tmp_path / "model", "text-classification").state_dict()
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json", "parts/tokenizer.json"])

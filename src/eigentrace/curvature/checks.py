@@ -64,7 +64,11 @@ def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvatu
     one, other = float(v @ product), float(u @ first)
     # Rounding in ⟨v, Hu⟩ is relative to ‖Hu‖, which for a random v is larger by up to the square root of P.
     is_symmetric = abs(one - other) <= max(50 * tol, _WRONG) * max(abs(one), abs(other))
-    if _warn_if_saturated(curvature, u, product, is_symmetric=is_symmetric):
+    gap = _gap_to_difference(curvature, u, batch) if curvature.kind == "hessian" else 0.0
+    is_different = gap > _FINITE_DIFFERENCE_TOL
+    # What looks wrong in float32 is computed again in float64, which tells rounding from a wrong rule.
+    double = _in_float64(curvature, u) if curvature.kind == "hessian" and (is_different or not is_symmetric) else None
+    if _warn_if_saturated(curvature, u, product, double, is_symmetric=is_symmetric):
         return curvature
     if not is_symmetric:
         warnings.warn(
@@ -73,8 +77,16 @@ def check_curvature(curvature: Curvature, generator: torch.Generator) -> Curvatu
             PrecisionWarning,
             stacklevel=3,
         )
-    if curvature.kind == "hessian":
-        _warn_unless_difference(curvature, u, batch)
+    if is_different and double is not None:
+        gap = _gap_to_difference(double, u.double(), double.first_batch())
+    if gap > _FINITE_DIFFERENCE_TOL:
+        warnings.warn(
+            f"The Hessian product differs by {gap:.0%} from a finite difference of gradients. This is expected for "
+            "models with kinks (ReLU, max pooling) or in low precision. With smooth activations in float32 it "
+            "indicates a wrong derivative rule; curvature='gauss-newton' is safer.",
+            PrecisionWarning,
+            stacklevel=3,
+        )
     return curvature
 
 
@@ -103,20 +115,29 @@ def _off_padding(task: Task, v: Tensor) -> Tensor:  # (P,) -> (P,)
     return task.layout.flatten(parts)
 
 
-def _warn_if_saturated(curvature: Curvature, u: Tensor, product: Tensor, *, is_symmetric: bool) -> bool:
-    """Warn if rounding in the loss makes products wrong, and return whether it does; `product` is H·u."""
+def _warn_if_saturated(
+    curvature: Curvature, u: Tensor, product: Tensor, double: Curvature | None, *, is_symmetric: bool
+) -> bool:
+    """Warn if rounding in the loss makes products wrong, and return whether it does.
+
+    Args:
+        curvature: The operator.
+        u: A vector (P,).
+        product: Its product with the operator.
+        double: The operator in float64, if products look wrong.
+        is_symmetric: Whether the operator is symmetric.
+    """
     what, error = "the second derivatives of the loss in the model's outputs", 0.0
     # In a Hessian, other terms hide those of a saturated loss. Gauss-Newton products have no others.
     if not is_symmetric or curvature.kind == "gauss-newton":
         error = _asymmetry_of_loss(curvature)
-    if error <= _WRONG and curvature.kind == "hessian" and (double := _in_float64(curvature, u)) is not None:
+    if error <= _WRONG and double is not None:
         batch = curvature.first_batch()
         single, size = curvature.product_on(u, batch), curvature.task.losses(curvature.task.params, batch).numel()
-        if not is_symmetric or _gap_to_difference(curvature.task, u, single, batch) > _FINITE_DIFFERENCE_TOL:
-            off = float((double.product_on(u.double(), double.first_batch()) - single.double()).norm()) / size
-            # Relative to the product of the whole sample: a saturated batch matters little if others are larger.
-            scale = max(float(product.norm()), float(single.norm()) / size)
-            what, error = "products of the Hessian", off / scale if scale else 0.0
+        off = float((double.product_on(u.double(), double.first_batch()) - single.double()).norm()) / size
+        # Relative to the product of the whole sample: a saturated batch matters little if others are larger.
+        scale = max(float(product.norm()), float(single.norm()) / size)
+        what, error = "products of the Hessian", off / scale if scale else 0.0
     if error <= _WRONG:
         return False
     dtype = str(curvature.task.layout.dtype).removeprefix("torch.")
@@ -182,24 +203,9 @@ def _products_both_ways(task: Task, outputs: Tensor, batch: Any) -> tuple[Tensor
     return product(a, b), product(b, a)
 
 
-def _warn_unless_difference(curvature: Curvature, v: Tensor, batch: Any) -> None:
-    """Warn unless Hv is close to a finite difference of gradients, in float64 if that of float32 is not accurate."""
-    gap = _gap_to_difference(curvature.task, v, curvature.product_on(v, batch), batch)
-    if gap > _FINITE_DIFFERENCE_TOL and (double := _in_float64(curvature, v)) is not None:
-        v, batch = v.double(), double.first_batch()
-        gap = _gap_to_difference(double.task, v, double.product_on(v, batch), batch)
-    if gap > _FINITE_DIFFERENCE_TOL:
-        warnings.warn(
-            f"The Hessian product differs by {gap:.0%} from a finite difference of gradients. This is expected for "
-            "models with kinks (ReLU, max pooling) or in low precision. With smooth activations in float32 it "
-            "indicates a wrong derivative rule; curvature='gauss-newton' is safer.",
-            PrecisionWarning,
-            stacklevel=4,
-        )
-
-
-def _gap_to_difference(task: Task, v: Tensor, exact: Tensor, batch: Any) -> float:
-    """Return the relative difference of Hv and (g(θ+εv) − g(θ−εv)) / 2ε for the best of a few ε."""
+def _gap_to_difference(curvature: Curvature, v: Tensor, batch: Any) -> float:
+    """Return the relative difference of Hv and (g(θ+εv) − g(θ−εv)) / 2ε on a batch, for the best of a few ε."""
+    task, exact = curvature.task, curvature.product_on(v, batch)
     layout, center = task.layout, task.vector
     gaps = []
     for step in _FINITE_DIFFERENCE_STEPS[layout.dtype == torch.float64]:

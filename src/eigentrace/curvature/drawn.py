@@ -5,9 +5,8 @@ has E[g gᵀ] = JᵀSJ. Gradients of the data's own labels do not: they vanish o
 
 For a softmax with probabilities p, S = w (diag(p) − p pᵀ) and r = ±√(w p/q) (p − y), with the label y drawn with the
 probability q ∝ p ‖p − y‖ and a random sign. Labels drawn with the probability p itself would do, but a model that fits
-its data draws those that carry its curvature too rarely: on an MNIST network, EK-FAC from eight such draws of each
-example predicted retraining worse than from one of these. For any other loss, r = S^½ε with random signs ε, computed by
-Lanczos iteration in the space of the outputs.
+its data would draw those that carry its curvature too rarely. For any other loss, r = S^½ε with random signs ε,
+computed by Lanczos iteration in the space of the outputs.
 """
 
 from dataclasses import dataclass

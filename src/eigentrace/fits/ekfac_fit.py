@@ -79,11 +79,3 @@ class EKFACFit(Fitted):
 
     def _files(self) -> dict[str, dict[str, Tensor]]:
         return {METRIC: self.metric.tensors()}
-
-
-def read_ekfac(
-    task: Task, tensors: dict[str, Tensor], record: dict[str, Any], damping: float, shared: dict[str, Any]
-) -> EKFACFit:
-    """Return the fit of saved tensors and manifest entries."""
-    metric = KroneckerMetric.of_tensors(tensors, record, task.layout)
-    return EKFACFit(task, metric, float(damping), **shared)

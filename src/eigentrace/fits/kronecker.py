@@ -4,9 +4,10 @@ The gradient of a matrix is Σₜ leftₜ ⊗ rightₜ. Rotated into the eigenba
 its energy is in a few coordinates, which are worth storing. Parameters without this form keep the standard basis.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import Literal
 
@@ -268,8 +269,11 @@ def _eigenvectors(covariances: Tensor | None, columns: int) -> Tensor | None:  #
 
 
 @dataclass
-class _Energies:
-    """Sums over examples of the squared coordinates of every parameter with a layer rule."""
+class SquaredCoordinates(ABC):
+    """Squares the coordinates of the gradients of a pass, each parameter once all of its uses are there to be summed.
+
+    Subclasses add up the squares, in the form in which they come.
+    """
 
     bases: Bases
     joined: Mapping[str, Joined]
@@ -277,63 +281,91 @@ class _Energies:
     budget: int
     uses: Mapping[str, int]
     skipped: Mapping[str, str]
-    sums: dict[str, Tensor] = field(default_factory=dict)  # (r, s)
     waiting: dict[str, list[LayerGradients]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.biases = BiasCheck(self.joined, self.uses)
 
+    @abstractmethod
+    def of_one_token(self, name: str, left: Tensor, right: Tensor) -> None:  # (B, r), (B, s)
+        """Add the squares left ⊗ right of each example."""
+        ...
+
+    @abstractmethod
+    def of_lookup(self, name: str, keys: Tensor, squares: Tensor, examples: int) -> None:  # (u,), (u, s)
+        """Add the squares of single entries of a lookup table; for the keys see `_lookup_sums`."""
+        ...
+
+    @abstractmethod
+    def of_chunks(self, name: str, chunks: Iterator[Tensor]) -> None:  # each (n, r, s)
+        """Add the squares of all examples, some at a time."""
+        ...
+
     def receive(self, name: str, form: LayerGradients) -> None:
-        """Add the squared coordinates of a parameter once the gradients of all of its uses are there to be summed."""
+        """Receive the gradients of a parameter from one of its uses."""
         whole = self.biases.augmented(name, form)
         if whole is None or name in self.biases.refuted:
             return
         forms = self.waiting.setdefault(name, [])
         forms.append(whole)
         if len(forms) == self.uses[name]:
-            self._add_squares(name)
+            self._square(name)
 
     def finish(self) -> None:
-        """Add the squared coordinates of parameters that received fewer gradients than planned."""
+        """Square the coordinates of parameters that received fewer gradients than planned."""
         self.biases.finish()
         for name in [name for name in self.waiting if name not in self.biases.refuted]:
-            self._add_squares(name)
+            self._square(name)
 
-    def _add_squares(self, name: str) -> None:
+    def _square(self, name: str) -> None:
         forms = self.waiting.pop(name)
         left, right = self.bases.get(name, (None, None))
-        shape = shape_of(self.layout, name, self.joined)
-        if len(forms) == 1 and isinstance(forms[0], Outer) and forms[0].groups == 1:
-            form = forms[0]
+        form = forms[0]
+        if len(forms) == 1 and isinstance(form, Outer) and form.groups == 1:
             if form.left.tokens == 1 and not isinstance(form.left, OneHot):
-                self.sums[name] = self._of_one_token(form, left, right)
+                sides = (rotated(f, u).take(0, form.examples) for f, u in ((form.left, left), (form.right, right)))
+                self.of_one_token(name, *(wide(side[:, 0, 0]).square() for side in sides))
                 return
             if isinstance(form.left, OneHot) and left is None:
-                keys, sums = lookup_sums(form, right)
-                total = sums.new_zeros(shape[0], sums.shape[1])
-                self.sums[name] = total.index_add_(0, keys % form.left.width, sums.square())
+                keys, sums = _lookup_sums(form, right)
+                self.of_lookup(name, keys, sums.square(), form.examples)
                 return
+        self.of_chunks(name, self._chunks(forms, left, right, shape_of(self.layout, name, self.joined)))
+
+    def _chunks(
+        self, forms: Sequence[LayerGradients], left: Tensor | None, right: Tensor | None, shape: tuple[int, int]
+    ) -> Iterator[Tensor]:
         # Memory of the factors, the rotated factors, and their product; a lookup becomes a dense integer tensor.
         tokens = max((form.left.tokens for form in forms if isinstance(form, Outer)), default=0)
         each = 16 * (shape[0] * shape[1] + tokens * (shape[0] + shape[1]))
         at_once = max(1, self.budget // max(each, 1))
-        whole: Tensor | None = None
         for start in range(0, forms[0].examples, at_once):
             stop = min(start + at_once, forms[0].examples)
-            coordinates = sum(rotated_gradients(form, left, right, shape, start, stop) for form in forms)
-            squares = coordinates.square().sum(dim=0)  # type: ignore[union-attr]
-            whole = squares if whole is None else whole + squares
-        self.sums[name] = whole  # type: ignore[assignment]
-
-    def _of_one_token(self, form: Outer, left: Tensor | None, right: Tensor | None) -> Tensor:
-        """Sum (a ⊗ b)² = a² ⊗ b² over the batch by one matrix product."""
-        a, b = (
-            wide(rotated(f, u).take(0, form.examples)[:, 0, 0]) for f, u in ((form.left, left), (form.right, right))
-        )
-        return a.square().T @ b.square()
+            coordinates = sum(_rotated_gradients(form, left, right, shape, start, stop) for form in forms)
+            yield coordinates.square()  # type: ignore[union-attr]
 
 
-def lookup_sums(form: Outer, right: Tensor | None) -> tuple[Tensor, Tensor]:  # (u,), (u, s)
+@dataclass
+class _Energies(SquaredCoordinates):
+    """Sums over examples of the squared coordinates of every parameter with a layer rule."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)  # (r, s)
+
+    def of_one_token(self, name: str, left: Tensor, right: Tensor) -> None:
+        """Add the squares left ⊗ right of each example, by one matrix product."""
+        self.sums[name] = left.T @ right
+
+    def of_lookup(self, name: str, keys: Tensor, squares: Tensor, examples: int) -> None:
+        """Add the squares of single entries of a lookup table."""
+        entries = shape_of(self.layout, name, self.joined)[0]
+        self.sums[name] = squares.new_zeros(entries, squares.shape[1]).index_add_(0, keys % entries, squares)
+
+    def of_chunks(self, name: str, chunks: Iterator[Tensor]) -> None:
+        """Add the squares of all examples, some at a time."""
+        self.sums[name] = reduce(torch.add, (chunk.sum(dim=0) for chunk in chunks))
+
+
+def _lookup_sums(form: Outer, right: Tensor | None) -> tuple[Tensor, Tensor]:  # (u,), (u, s)
     """Add the tokens of an example that share an entry of a lookup table, and return the sums in the rotated basis.
 
     The keys are example · entries + entry.
@@ -345,7 +377,7 @@ def lookup_sums(form: Outer, right: Tensor | None) -> tuple[Tensor, Tensor]:  # 
     return keys, b.new_zeros(len(keys), b.shape[-1]).index_add_(0, place, b.flatten(0, 1))
 
 
-def rotated_gradients(
+def _rotated_gradients(
     form: LayerGradients, left: Tensor | None, right: Tensor | None, shape: tuple[int, int], start: int, stop: int
 ) -> Tensor:  # (n, r, s)
     """Return the coordinates of the gradients of some examples."""

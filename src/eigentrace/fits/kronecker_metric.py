@@ -4,7 +4,7 @@ This is EK-FAC (George et al., 2018): each matrix, with its bias, is rotated int
 its inputs and of the gradients of its outputs. There, the diagonal of the curvature is measured exactly.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -17,19 +17,18 @@ from eigentrace.errors import MismatchError
 from eigentrace.fits.kronecker import (
     WIDEST_SIDE,
     Bases,
-    BiasCheck,
     Joined,
+    SquaredCoordinates,
     bases_of,
     in_bases,
     is_bias_of,
-    lookup_sums,
     refuted_in,
-    rotated_gradients,
     shape_of,
     square_sums,
+    without_rule,
 )
 from eigentrace.gradients.layer_gradients import Direct, LayerGradients
-from eigentrace.gradients.outer_products import OneHot, Outer, rotated
+from eigentrace.gradients.outer_products import OneHot, Outer
 from eigentrace.numeric.accumulate import wide
 from eigentrace.projection import Job, gradients, project
 from eigentrace.projection.directions import matrix_shape
@@ -37,8 +36,6 @@ from eigentrace.projection.layerwise import narrowed
 from eigentrace.settings import counted
 from eigentrace.task.layout import Layout
 
-# Bytes of an example's rotated gradient, its square and its factors, per number.
-_BYTES = 16
 _ALL = torch.iinfo(torch.int64).max
 
 
@@ -113,13 +110,13 @@ class KroneckerMetric:
         """Return ⟨g, M⁻¹g⟩ and, if requested, ‖g‖² of each example (N,), in one pass over the data."""
         weights = {name: 1 / (values + damping) for name, values in self.diagonal.items()}
         job = replace(job, norms=norms)
-        gathering = replace(job, gather=partial(_OwnScores, self, weights, job.budget))
+        own = partial(_OwnScores, self.bases, self.joined, self.layout, job.budget, weights=weights)
+        gathering = replace(job, gather=own)
         total = torch.zeros(len(data), dtype=self.layout.dtype, device="cpu")
         squares = torch.zeros(len(data), dtype=self.layout.dtype, device="cpu") if norms else None
         without: set[str] | None = None
         for batch, found in project(gathering, data, "Self-influence"):
-            missing = set(self.layout.names) if not found.gathered else set[str]()
-            missing |= {name for gather in found.gathered for name in gather.skipped}  # type: ignore[attr-defined]
+            missing = without_rule(found, self.layout)
             if refuted_in(found) or missing != (without := missing if without is None else without):
                 return self._own_scores_of_whole(job, data, damping)
             parts = [gather.scores for gather in found.gathered]  # type: ignore[attr-defined]
@@ -273,66 +270,28 @@ def _joined_biases(job: Job, data: Data) -> dict[str, Joined]:
 
 
 @dataclass
-class _OwnScores:
-    """Adds up the squared coordinates of each example, each divided by its element of the diagonal."""
+class _OwnScores(SquaredCoordinates):
+    """Adds up the squared coordinates of each example, with a weight for each coordinate."""
 
-    metric: KroneckerMetric
-    weights: Mapping[str, Tensor]
-    budget: int
-    uses: Mapping[str, int]
-    skipped: Mapping[str, str]
+    weights: Mapping[str, Tensor] = field(kw_only=True)  # {name: (r, s)}
     scores: Tensor = field(default_factory=lambda: torch.zeros(()))  # (B,)
-    waiting: dict[str, list[LayerGradients]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.biases = BiasCheck(self.metric.joined, self.uses)
+    def of_one_token(self, name: str, left: Tensor, right: Tensor) -> None:
+        """Add the squares left ⊗ right of each example."""
+        self._add(((left @ self.weights[name].to(left)) * right).sum(dim=1))
 
-    def receive(self, name: str, form: LayerGradients) -> None:
-        """Add the part of a parameter once the gradients of all of its uses are there to be summed."""
-        whole = self.biases.augmented(name, form)
-        if whole is None or name in self.biases.refuted:
-            return
-        forms = self.waiting.setdefault(name, [])
-        forms.append(whole)
-        if len(forms) == self.uses[name]:
-            self._add(name)
+    def of_lookup(self, name: str, keys: Tensor, squares: Tensor, examples: int) -> None:
+        """Add the squares of single entries of a lookup table."""
+        weights = self.weights[name].to(squares)
+        values = (squares * weights[keys % len(weights)]).sum(dim=1)
+        self._add(values.new_zeros(examples).index_add_(0, keys // len(weights), values))
 
-    def finish(self) -> None:
-        """Add the parts of parameters that received fewer gradients than planned."""
-        self.biases.finish()
-        for name in [name for name in self.waiting if name not in self.biases.refuted]:
-            self._add(name)
+    def of_chunks(self, name: str, chunks: Iterator[Tensor]) -> None:
+        """Add the squares of all examples, some at a time."""
+        self._add(torch.cat([(chunk * self.weights[name]).flatten(1).sum(dim=1) for chunk in chunks]))
 
-    def _add(self, name: str) -> None:
-        forms, weights = self.waiting.pop(name), self.weights[name]
-        left, right = self.metric.bases.get(name, (None, None))
-        first = forms[0]
-        if len(forms) == 1 and isinstance(first, Outer) and first.groups == 1:
-            if first.left.tokens == 1 and not isinstance(first.left, OneHot):
-                sides = ((first.left, left), (first.right, right))
-                a, b = (wide(rotated(f, u).take(0, first.examples)[:, 0, 0]).square() for f, u in sides)
-                self.scores = self.scores.to(a) + ((a @ weights.to(a)) * b).sum(dim=1)
-                return
-            if isinstance(first.left, OneHot) and left is None:
-                keys, sums = lookup_sums(first, right)
-                values = (sums.square() * weights.to(sums)[keys % first.left.width]).sum(dim=1)
-                own = values.new_zeros(first.examples).index_add_(0, keys // first.left.width, values)
-                self.scores = self.scores.to(own) + own
-                return
-        self.scores = self.scores.to(weights) + self._of_dense(name, forms)
-
-    def _of_dense(self, name: str, forms: list[LayerGradients]) -> Tensor:  # (B,)
-        shape = shape_of(self.metric.layout, name, self.metric.joined)
-        bases, weights = self.metric.bases.get(name, (None, None)), self.weights[name]
-        tokens = max((form.left.tokens for form in forms if isinstance(form, Outer)), default=0)
-        each = _BYTES * (shape[0] * shape[1] + tokens * (shape[0] + shape[1]))
-        at_once = max(1, self.budget // max(each, 1))
-        found = []
-        for start in range(0, forms[0].examples, at_once):
-            stop = min(start + at_once, forms[0].examples)
-            coordinates = sum(rotated_gradients(form, *bases, shape, start, stop) for form in forms)
-            found.append((coordinates.square() * weights).flatten(1).sum(dim=1))  # type: ignore[union-attr]
-        return torch.cat(found)
+    def _add(self, scores: Tensor) -> None:
+        self.scores = self.scores.to(scores) + scores
 
 
 def _rotated_back(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:  # (q, r, s)

@@ -9,10 +9,11 @@ from eigentrace.disk.tensors import read_tensors
 from eigentrace.errors import EigentraceError, InputError, MismatchError
 from eigentrace.fits.cut import Cut
 from eigentrace.fits.eigen_fit import EigenFit
-from eigentrace.fits.ekfac_fit import read_ekfac
+from eigentrace.fits.ekfac_fit import EKFACFit
 from eigentrace.fits.ensemble import ENSEMBLE, Ensemble
 from eigentrace.fits.file_names import METRIC, member_folder, state_file
 from eigentrace.fits.fitted import Fitted
+from eigentrace.fits.kronecker_metric import KroneckerMetric
 from eigentrace.fits.on_disk import read_block, read_coordinates, read_eigenpairs, read_moments
 from eigentrace.fits.projected_fit import DirectionsFit
 from eigentrace.settings import short
@@ -127,7 +128,8 @@ def _check_types(path: Path, manifest: dict[str, Any]) -> None:
 def _assemble(path: Path, manifest: dict[str, Any], task: Task) -> Fitted:
     shared = {key: manifest[key] for key in ("method", "num_train", "has_curvature")}
     if "metric" in manifest:
-        return read_ekfac(task, read_tensors(path / METRIC), manifest["metric"], manifest["damping"], shared)
+        metric = KroneckerMetric.of_tensors(read_tensors(path / METRIC), manifest["metric"], task.layout)
+        return EKFACFit(task, metric, float(manifest["damping"]), **shared)
     if "cut" in manifest:
         eigenpairs = read_eigenpairs(path, manifest, task.layout)
         count = len(eigenpairs.spectrum.eigenvalues)
