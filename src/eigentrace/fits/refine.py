@@ -21,7 +21,7 @@ from eigentrace.settings import check_above_zero, check_counts, counted, setting
 from eigentrace.task.task import Task
 
 # Without a record of the training, the damping is this share of the mean eigenvalue: a guess.
-GUESSED_SHARE = 30.0
+GUESSED_SHARE = 10.0
 # Rank correlation of the scores with those of one round less below which a warning is issued.
 _SETTLED = 0.98
 # rounds="converged": the relative residual at the end, and the most rounds.
@@ -36,8 +36,8 @@ class Refine:
     """How influence is refined by products with the curvature: (H + D)x = g is solved for each query's gradient g."""
 
     rounds: int | Literal["converged"] = 3
-    """Products with the curvature per query; rankings settle after about three with EK-FAC. "converged" goes on until
-    the residual is small."""
+    """Products with the curvature per query; `Refined.agreement` says whether rankings have settled. "converged" goes
+    on until the residual is small."""
     damping: float | Literal["auto"] = "auto"
     """D: a number, for a multiple of the identity; or "auto" for that of the training (`Task(training=...)`). Without a
     record of the training, "auto" is a guess, with a warning."""

@@ -15,8 +15,8 @@ from eigentrace.projection import Job
 from eigentrace.settings import check_above_zero, check_counts, counted, settings_of, settings_repr, short
 from eigentrace.task.task import Task, penalty_of
 
-# damping="auto" is this share of the mean of the diagonal. On digits, 1 to 3 predicted retraining best, on a language
-# model .03 to .1; this share loses at most a twentieth on each (docs/results/fidelity.md, docs/tail.md).
+# damping="auto" is this share of the mean of the diagonal: 98% of the best LDS of a grid on the two problems of
+# docs/results/fidelity.md, where 1 is better. Language models are usually given less, a tenth.
 _AUTO = 0.5
 # draws="auto" is as many for each example, divided by the number of its tokens.
 _DRAWS = 4
