@@ -98,6 +98,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    """Parse a number from 0 to below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    return value
+
+
 def start(module: str, settings: argparse.Namespace, argv: Sequence[str]) -> Run:
     """Create the record of a run of a module with the settings of the command line."""
     device = settings.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -16,12 +16,13 @@ import eigentrace as et
 from eigentrace.errors import ConvergenceWarning, PrecisionWarning
 from eigentrace.fits.eigen_fit import EigenFit
 from eigentrace.fits.load import load
+from eigentrace.task.parameters import Params
 from experiments.shared.frame import Session
 from experiments.shared.kept import kept, name_of
 from experiments.shared.needed import Needed
 from experiments.translation.parts.corpora import FILES, Corpora, Ordered, Pairs, translation_task
 from experiments.translation.parts.transformer import Recipe, held_out, make_transformer, train_transformer
-from harness.command import positive
+from harness.command import positive, share
 from harness.files import alone
 from harness.measure import Cell, Precision, clocked, with_seconds
 from harness.models import Transformer
@@ -29,6 +30,15 @@ from harness.models import Transformer
 KEEPS = (10, 20)
 ALL, LAST = "all layers", "last 3 decoder layers"
 LAYERS = (ALL, LAST)
+"""The layers of the paper's table."""
+EMBEDDING, ENCODER, DECODER, NO_EMBEDDING = "embedding", "encoder", "decoder", "without the embedding"
+PARAMETERS: dict[str, Params] = {
+    EMBEDDING: ["embedding.*"],
+    ENCODER: ["encoder.*", "last_norms.0.*"],
+    DECODER: ["decoder.*", "last_norms.1.*"],
+    NO_EMBEDDING: ["encoder.*", "decoder.*", "last_norms.*"],
+}
+"""Parameters of other layers. The embedding is that of source, target and output; the first three are all there is."""
 Estimator = Literal["Arnoldi", "Arnoldi + tail"]
 PAPER_WAY: Estimator = "Arnoldi"
 OUR_WAY: Estimator = "Arnoldi + tail"
@@ -92,10 +102,11 @@ class Network:
         return facts | {"weights": name_of("sha256", "", *parameters)}
 
     def task(self, layers: str) -> et.Task:
-        """Return the task with all parameters, or with the last decoder blocks: 3 of 6, half of them at toy size."""
+        """Return the task with the parameters of some layers; the last decoder blocks are half of them: 3 of 6."""
         depth = self.size.recipe.depth
         last = [f"decoder.{number}.*" for number in range(depth - depth // 2, depth)]
-        return translation_task(self.model, "trainable" if layers == ALL else last)
+        params = {ALL: "trainable", LAST: last, **PARAMETERS}
+        return translation_task(self.model, params[layers])
 
     @property
     def compute(self) -> et.Compute:
@@ -136,10 +147,10 @@ class Network:
         )
 
 
-def load_network(session: Session) -> tuple[Network, Corpora]:
-    """Train or load the network of a session, once for all parts of a command."""
+def load_network(session: Session, size: Size | None = None) -> tuple[Network, Corpora]:
+    """Train or load the network of a session, or one of another size, once for all parts of a command."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    return _loaded(Corpora.of(session), size_of(session), session.device)
+    return _loaded(Corpora.of(session), size or size_of(session), session.device)
 
 
 def untrained_network(session: Session) -> Network:
@@ -153,7 +164,7 @@ def untrained_network(session: Session) -> Network:
 def _loaded(corpora: Corpora, size: Size, device: torch.device) -> tuple[Network, Corpora]:
     train = corpora.pairs("train").to(device)
     recipe = size.recipe
-    path = corpora.cache / f"{name_of('translation', recipe, train.source, train.target)}.pt"
+    path = weights_of(corpora, recipe, train)
     model = make_transformer(recipe, device, seed=0)
     seconds = clocked(
         lambda: kept(
@@ -165,13 +176,18 @@ def _loaded(corpora: Corpora, size: Size, device: torch.device) -> tuple[Network
     return Network(model, train, size, path, unseen, seconds), corpora
 
 
+def weights_of(corpora: Corpora, recipe: Recipe, train: Pairs) -> Path:
+    """Return the file of the weights that a training gives."""
+    return corpora.cache / f"{name_of('translation', recipe, train.source, train.target)}.pt"
+
+
 def size_of(session: Session) -> Size:
     """Return the sizes of the command line."""
     if session.small:
         return SMALL
     settings = session.settings
     return Size(
-        replace(Recipe(), steps=settings.steps),
+        replace(Recipe(), steps=settings.steps, dropout=settings.dropout),
         product_batch=settings.product_batch,
         precision=settings.precision,
         score_precision=settings.score_precision,
@@ -190,6 +206,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--cache", type=Path, default=Path("runs/experiments"), help="where networks and fits (6 GB) are kept"
     )
     parser.add_argument("--steps", type=positive, default=Recipe.steps, help="steps of training")
+    parser.add_argument("--dropout", type=share, default=Recipe.dropout, help="dropout of training")
     parser.add_argument("--precision", choices=get_args(Precision), default="fp32", help="of curvature")
     parser.add_argument("--score-precision", choices=get_args(Precision), default="fp32", help="of scores with a fit")
     parser.add_argument(

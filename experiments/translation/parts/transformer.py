@@ -83,7 +83,7 @@ def train_transformer(
     recipe: Recipe,
     seed: int,
     unfinished: Path | None = None,
-    after: Callable[[int], None] = lambda step: None,
+    after: Callable[[int], None] = lambda steps: None,
     *,
     record: bool = True,
 ) -> None:
