@@ -24,7 +24,8 @@ from eigentrace.evaluate import retrieval
 from eigentrace.fits.projected_fit import ProjectedFit
 from eigentrace.numeric.seeding import generator_of
 from experiments.shared.frame import Experiment, Part, Session, main
-from experiments.translation.parts.corpora import Ordered, Pairs
+from experiments.translation.parts.bleu import bleu_by_set
+from experiments.translation.parts.corpora import LONGEST, Ordered, Pairs
 from experiments.translation.parts.mt_retrieval_page import (
     ABOUT,
     BATCHES,
@@ -52,10 +53,13 @@ from experiments.translation.parts.network import (
     size_of,
     untrained_network,
 )
+from experiments.translation.parts.translate import SMALL_LONGEST, translated
 from harness.measure import Cell, attempt, release, with_seconds
 
 Engine = Literal["layerwise", "forward", "reverse"]
 
+BEAM = 4
+"""Beam width of the translations that BLEU is taken of."""
 # Number of RandProj draws: drawing directions of 60M numbers takes longer than scoring with them.
 ROW_SETS = 2
 
@@ -215,6 +219,22 @@ def measure_network(session: Session) -> None:
     part.cell("loss", lambda: question.judged(_loss(question), power=1))
 
 
+def measure_bleu(session: Session) -> None:
+    """Translate the test sentences by beam search, as the paper's network is judged."""
+    part, _ = _part(session)
+
+    def work() -> Cell:
+        network, corpora = load_network(session)
+        source = corpora.pairs("test").source.to(session.device)
+        longest = SMALL_LONGEST if session.small else LONGEST
+        guesses, seconds = with_seconds(
+            lambda: translated(network.model, source, beam=BEAM, longest=longest), session.device
+        )
+        return {**bleu_by_set(corpora, guesses), "beam": BEAM, "seconds": seconds}
+
+    part.cell("bleu", work)
+
+
 def measure(session: Session, layers: str, work: Work) -> None:
     """Measure one kind of score on the same five folds as all others."""
     part, draw = _part(session)
@@ -295,6 +315,7 @@ EXPERIMENT = Experiment(
     ABOUT,
     {
         "network": measure_network,
+        "bleu": measure_bleu,
         **{
             f"{word}_{name}": partial(measure, layers=layers, work=work)
             for word, layers in (("all", ALL), ("last", LAST))
@@ -308,7 +329,7 @@ EXPERIMENT = Experiment(
     VERDICT,
     CLAIMS,
     summary,
-    needed=needed(),
+    needed=needed("test"),
     first=("network", "all_arnoldi", "all_tail", "last_arnoldi", "last_tail", "memory"),
     area="translation",
 )

@@ -7,8 +7,9 @@ import pytest
 
 from experiments.shared.frame import main
 from experiments.translation.mt_prefiltered import DROPPED, EXPERIMENT, NOTHING, PAPER, PARTS, WAYS, label
+from experiments.translation.parts.bleu import SETS
 from experiments.translation.parts.network import OUR_WAY, PAPER_WAY
-from experiments.translation.parts.selection import LOSS, RANDOM, SETS, bleu_key
+from experiments.translation.parts.selection import LOSS, RANDOM, bleu_key
 from tests.helpers.drawings import words_on
 
 AT = {"at": [10, 30]}

@@ -3,8 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 
 from experiments.shared.claims import MissingNumberError, Pair, Place, Records, Sample, order, paired, sample
+from experiments.translation.parts.bleu import SETS
 from experiments.translation.parts.mt_retrieval_page import network_table
 from experiments.translation.parts.network import OUR_WAY, PAPER_WAY
 from experiments.translation.parts.noisy_corpus import CLEAN, KINDS, WITHOUT_VERDICT
@@ -17,7 +19,6 @@ from experiments.translation.parts.selection import (
     RAND_PROJ,
     RANDOM,
     SCORES,
-    SETS,
     bleu_key,
     over_seeds,
 )
@@ -35,13 +36,15 @@ PAPER = {  # The paper's BLEU on newstest2016 after 10,000 and 200,000 steps, by
     (RAND_PROJ, 10): (21.3, 28.6),
     (PAPER_WAY, 10): (25.0, 30.8),
 }
-# The paper selects 1, 5 and 10% of 100 million pairs. These are few of 150,000, so 25 and 50% are added.
-FEW, MANY = (1, 5, 10), (10, 25, 50)
+# The paper selects 1, 5 and 10% of 100 million pairs. These are few of 150,000, so larger parts are added.
+LARGER = (25, 50, 75)
+EVERY, MANY = (1, 5, 10, *LARGER), (10, *LARGER)
 PER_WAY: dict[str, tuple[int, ...]] = {
-    RAND_PROJ: FEW,
-    PAPER_WAY: (*FEW, 25, 50),
-    OUR_WAY: (*FEW, 25, 50),
+    RAND_PROJ: EVERY,
+    PAPER_WAY: EVERY,
+    OUR_WAY: MANY,
     LOSS: MANY,
+    RAND_PROJ + PER_TOKEN: LARGER,
     PAPER_WAY + PER_TOKEN: MANY,
     OUR_WAY + PER_TOKEN: MANY,
     LOSS + PER_TOKEN: MANY,
@@ -155,6 +158,12 @@ TESTS = {"newstest2016": "news", "multi30k": "captions"}
 _BLEU = "BLEU after the last step"
 
 
+def _losses(records: Records, more: int | None, fewer: int | None) -> Pair:
+    names = [label(PAPER_WAY if k else NONE, k) for k in (more, fewer)]
+    samples = (_by_training(records, "selections", name, "train_loss") for name in names)
+    return paired(f"{more or 100}% against {fewer}%: ", samples)
+
+
 def _over(records: Records, first: Chosen, second: Chosen, label_of: str) -> list[Pair]:
     return [bleu_pair(records, "selections", label(*first), label(*second), test, label_of) for test in TESTS]
 
@@ -164,7 +173,12 @@ CLAIMS = (
         "Arnoldi's selection gives more BLEU than RandProj's of the same size (paper: 19.6 against 8.7, 30.3 against "
         "27.9, 30.8 against 28.6).",
         _BLEU,
-        lambda r: [pair for k in FEW for pair in _over(r, (PAPER_WAY, k), (RAND_PROJ, k), f"{k}%")],
+        lambda r: [
+            pair
+            for way in ("", PER_TOKEN)
+            for k in LARGER
+            for pair in _over(r, (PAPER_WAY + way, k), (RAND_PROJ + way, k), f"{k}%{way}")
+        ],
         is_main=True,
     ),
     order(
@@ -177,6 +191,11 @@ CLAIMS = (
         "What rules leave gives more than all pairs (paper: 22.6 BLEU against 17.8).",
         _BLEU,
         lambda r: _over(r, (PREFILTER, None), (NONE, None), "rules"),
+    ),
+    order(
+        "The fewer pairs Arnoldi selects, the lower the training loss (paper: less than half at 1% of that at 5%).",
+        "Training loss per token",
+        lambda r: [_losses(r, more, fewer) for fewer, more in pairwise((*LARGER, None))],
     ),
 )
 
@@ -287,8 +306,10 @@ def _bleu(record: Record, notes: Notes, chosen: Sequence[Chosen] = _ALL) -> list
             continue
         paper = [f"{value:.1f}" for value in PAPER.get((way, percent), ())] or ["–", "–"]
         size = shown(cell, "percent", ".0f", notes) if percent is None else str(percent)
-        rows.append((way, size, *paper, *bleu_numbers(cell, record, notes), shown(cell, "trainings", "d", notes)))
-    headings = ("selected by", "%", "paper: BLEU @10k", "@200k", *bleu_columns(record).values(), "trainings")
+        numbers = (*bleu_numbers(cell, record, notes), shown(cell, "train_loss", ".2f", notes))
+        rows.append((way, size, *paper, *numbers, shown(cell, "trainings", "d", notes)))
+    measured = (*bleu_columns(record).values(), "training loss", "trainings")
+    headings = ("selected by", "%", "paper: BLEU @10k", "@200k", *measured)
     return [*table(headings, rows), "", "The paper's rule-based filter left 14% of its corpus."]
 
 

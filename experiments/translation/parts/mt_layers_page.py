@@ -3,7 +3,7 @@
 from functools import partial
 from statistics import mean, stdev
 
-from experiments.shared.claims import Pair, Records, order, seed_sample
+from experiments.shared.claims import Pair, Records, order, paired, seed_sample
 from experiments.translation.parts.mt_retrieval_page import network_table
 from experiments.translation.parts.network import ALL, DECODER, EMBEDDING, ENCODER, NO_EMBEDDING
 from harness.measure import Cell
@@ -44,9 +44,9 @@ def cell_of(layers: str, method: str, keep: int, seed: int) -> str:
 
 def _ahead(records: Records, layers: str) -> list[Pair]:
     return [
-        Pair(
+        paired(
             f"{words}, K = {keep}: ",
-            *(seed_sample(records, "layers", row_of(layers, method, keep), key) for method in (ARNOLDI, RAND_PROJ)),
+            (seed_sample(records, "layers", row_of(layers, method, keep), key) for method in (ARNOLDI, RAND_PROJ)),
         )
         for words, key in _READINGS.items()
         for keep in KEPT

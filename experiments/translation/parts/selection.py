@@ -15,17 +15,16 @@ from torch import Tensor
 
 import eigentrace as et
 from eigentrace.disk.atomic import replacing
-from eigentrace.errors import InputError
 from experiments.shared.frame import Part, Session
 from experiments.shared.kept import name_of
-from experiments.translation.parts.bleu import bleu
-from experiments.translation.parts.corpora import FILES, LONGEST, Corpora, Ordered, Pairs
+from experiments.translation.parts.bleu import bleu_by_set
+from experiments.translation.parts.corpora import LONGEST, Corpora, Ordered, Pairs
 from experiments.translation.parts.network import ALL, OUR_WAY, PAPER_WAY, Estimator, Network, load_network, size_of
 from experiments.translation.parts.network import options as network_options
 from experiments.translation.parts.noisy_corpus import CLEAN, KINDS, NoisyCorpus
 from experiments.translation.parts.prefilters import Prefiltered, learned_languages
-from experiments.translation.parts.transformer import Recipe, make_transformer, train_transformer
-from experiments.translation.parts.translate import translated
+from experiments.translation.parts.transformer import Recipe, held_out, make_transformer, train_transformer
+from experiments.translation.parts.translate import SMALL_LONGEST, translated
 from harness.files import made_once
 from harness.measure import Cell, clocked, release, with_seconds
 from harness.record import Record
@@ -33,8 +32,6 @@ from harness.record import Record
 KEEP = 10
 NONE, PREFILTER, RANDOM, ORACLE = "none", "prefilter", "random", "clean only"
 RAND_PROJ, LOSS, PER_TOKEN = "RandProj", "loss", " per token"
-SETS = ("newstest2016", "multi30k")
-"""The test sets of BLEU, by prefix of the origin of a test sentence."""
 NOISY_FILES = ("crawl", "judged", "comparable", "wrong_language", "test")
 """The files of the noisy corpus, besides those of the network, and of the test sets of BLEU."""
 RETRAINED = Recipe(width=256, depth=3, heads=4, steps=3000, tokens=4096, lr=2e-3, warm_up=500, dropout=0.2)
@@ -42,8 +39,8 @@ RETRAINED = Recipe(width=256, depth=3, heads=4, steps=3000, tokens=4096, lr=2e-3
 SMALL_RETRAINED = Recipe(32, 1, 2, words=240, steps=36, tokens=200, row=100, lr=2e-2, warm_up=8, dropout=0.0)
 STEPS, SMALL_STEPS = (750, 3000), (12, 36)
 """The numbers of steps of a training after which BLEU is measured."""
-# Largest number of tokens of translations of phrases: a poorly trained network never emits END.
-SMALL_LONGEST = 20
+LOSS_PAIRS = 2048
+"""Number of pairs of a selection on which its training loss is taken."""
 PUBLISHED = Path(__file__).resolve().parents[3] / "docs" / "results" / "data" / "mt_filter_scores"
 """The scores of the published numbers, in the format of the cache."""
 
@@ -187,8 +184,12 @@ def recipe_of(session: Session) -> tuple[Recipe, tuple[int, ...]]:
     return replace(RETRAINED, steps=max(at)), at
 
 
-def translations(bench: Bench, rows: np.ndarray, seed: int) -> tuple[dict[int, list[list[int]]], float]:
-    """Train on some rows and translate the test sentences, cached; return tokens by steps, and the seconds."""
+def translations(bench: Bench, rows: np.ndarray, seed: int) -> tuple[dict[int, list[list[int]]], dict[str, float]]:
+    """Train on some rows and translate the test sentences, cached.
+
+    Returns:
+        Tokens by steps; seconds, and the loss per token in the end on a sample of these rows.
+    """
     session, device = bench.session, bench.session.device
     recipe, at = recipe_of(session)
     test = bench.corpora.pairs("test")
@@ -209,11 +210,14 @@ def translations(bench: Bench, rows: np.ndarray, seed: int) -> tuple[dict[int, l
             found[f"lengths {steps}"] = np.array([len(one) for one in guesses], dtype=np.int64)
 
         took = clocked(lambda: train_transformer(model, pairs, recipe, seed, after=look), device)
-        _write(path, found | {"seconds": np.array(took)})
+        some = np.sort(np.random.default_rng(0).permutation(len(pairs))[:LOSS_PAIRS])
+        facts = {"seconds": took, "train_loss": held_out(model, pairs.take(some))["loss"]}
+        _write(path, found | {key: np.array(value) for key, value in facts.items()})
 
     made_once(path, make)
     with np.load(path) as kept:
-        return {k: _split(kept[f"tokens {k}"], kept[f"lengths {k}"]) for k in at}, float(kept["seconds"])
+        tokens = {k: _split(kept[f"tokens {k}"], kept[f"lengths {k}"]) for k in at}
+        return tokens, {key: float(kept[key]) for key in ("seconds", "train_loss")}
 
 
 def _split(tokens: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
@@ -223,19 +227,10 @@ def _split(tokens: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
 
 def retrained(bench: Bench, rows: np.ndarray, seed: int) -> Cell:
     """Train on some rows and measure BLEU."""
-    test = bench.corpora.pairs("test")
-    texts = bench.corpora.texts("test").take(test.rows)
-    by_steps, took = translations(bench, rows, seed)
-    cell: Cell = {"seconds": took}
+    by_steps, facts = translations(bench, rows, seed)
+    cell: Cell = dict(facts)
     for steps, tokens in by_steps.items():
-        guesses = bench.corpora.subwords.text(tokens)
-        for name in SETS:
-            here = [place for place, said in enumerate(texts.verdicts) if said.startswith(name)]
-            if not here:
-                raise InputError(
-                    f"No sentence of {FILES['test']} has a source that begins with {name}: BLEU needs some."
-                )
-            cell[bleu_key(name, steps)] = bleu([guesses[k] for k in here], [texts.english[k] for k in here])
+        cell |= {bleu_key(name, steps): value for name, value in bleu_by_set(bench.corpora, tokens).items()}
     return cell
 
 
@@ -271,9 +266,9 @@ def _mean(trainings: list[Cell]) -> Cell:
     """Average over trainings; the composition is the same for all, and failures count only if all failed."""
     cells = [cell for cell in trainings if "failed" not in cell] or trainings
     found = dict(cells[0])
-    for key in [key for key in found if "@" in key and len(cells) > 1]:
-        values = [cell[key] for cell in cells]
-        found |= {key: mean(values), f"{key}_deviation": stdev(values)}
+    for key in [key for key in found if "@" in key or key == "train_loss"]:
+        values = [cell[key] for cell in cells if key in cell]
+        found |= {key: mean(values), f"{key}_deviation": stdev(values)} if len(values) > 1 else {}
     return found | {"trainings": len(cells)}
 
 

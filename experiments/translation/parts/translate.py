@@ -15,6 +15,8 @@ from experiments.translation.parts.corpora import BEGIN, END, LONGEST, PAD
 from harness.models import DecoderBlock, Transformer, attend
 
 ALPHA = 0.6
+# Largest number of tokens of translations of phrases: a poorly trained network never emits END.
+SMALL_LONGEST = 20
 # Tokens that translations must not contain.
 _NEVER = [PAD, BEGIN]
 # Greedy search drops finished sentences when at most this share of a batch is unfinished.
