@@ -46,8 +46,8 @@ bench-small: setup
 # docs/results/ has the real ones.
 EXPERIMENTS := digits.mnist_small digits.mnist_large digits.mnist_long digits.mnist_neighbours digits.inverse_arnoldi \
 	digits.error_analysis images.resnet_cifar images.vit_cifar images.image_exemplars images.resnet_curve images.scaling \
-	images.memorization translation.mt_retrieval translation.mt_filter translation.mt_prefiltered \
-	translation.mt_exemplars translation.throughput
+	images.memorization translation.mt_training translation.mt_retrieval translation.mt_layers \
+	translation.mt_filter translation.mt_prefiltered translation.mt_exemplars translation.throughput
 experiments-small: setup
 	for name in $(EXPERIMENTS); do \
 		$(BIN)/python -m experiments.$$name --small --replace --out runs/experiments-small || exit 1; \

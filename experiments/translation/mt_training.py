@@ -25,7 +25,7 @@ from experiments.translation.parts.transformer import Recipe, held_out, make_tra
 from harness.measure import Cell, clocked
 from harness.models import Transformer
 
-LONG = Recipe(steps=2000)
+LONG = Recipe(steps=2000, dropout=0.3)
 """A training of 20 epochs, at the end of which the network knows its pairs by heart."""
 PAIRS, SMALL_PAIRS = 4096, 100
 """Number of pairs on which each loss is taken."""
