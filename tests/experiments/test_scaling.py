@@ -8,10 +8,21 @@ import pytest
 import torch
 
 import eigentrace as et
-from experiments.images.parts.scaling_page import Point, extrapolated, figures, points, straight, tables
-from experiments.images.scaling import EXPERIMENT, HALF, NAMES, make_subject, method, orthogonalise
+from experiments.images.parts.scaling_page import (
+    FIXED,
+    FRESH,
+    Point,
+    extrapolated,
+    figures,
+    points,
+    straight,
+    tables,
+)
+from experiments.images.scaling import EXPERIMENT, HALF, NAMES, make_subject, method, orthogonalise, published
 from experiments.shared.frame import main
+from harness.fits import ByRow, fit
 from harness.measure import Run
+from harness.models import SMALL
 from tests.helpers.drawings import words_on
 
 CPU = Run(torch.device("cpu"), True, 0.0, {})
@@ -93,11 +104,62 @@ def test_the_page_has_the_papers_times_in_its_rows_and_the_figure_is_well_formed
     assert figures({}, small=True) == {}
 
 
+def test_the_papers_way_draws_new_examples_and_holds_every_vector():
+    found = published(replace(CPU, small=False))
+    assert (found.steps, found.sample, found.spread, found.curvature, found.tail) == (200, 512, True, "hessian", None)
+    assert (found.basis.dtype, found.basis.max_vectors, found.basis.place) == ("bf16", None, "device")
+    assert (found.precision, found.compile) == ("bf16", False)
+
+
+def test_examples_are_made_from_their_row_numbers():
+    made = ByRow(SMALL["vit_b_32"], CPU.device, 3)
+    (pixels, label), again, other = made[1], made[1], made[2]
+    assert pixels.shape == (3, 56, 56)
+    assert label.shape == ()
+    assert torch.equal(pixels, again[0])
+    assert not torch.equal(pixels, other[0])
+    assert len(list(made)) == len(made) == 3
+
+
+def test_a_fit_with_new_examples_is_timed_by_parts(monkeypatch):
+    rows, read = set(), ByRow.__getitem__
+    monkeypatch.setattr(ByRow, "__getitem__", lambda made, row: rows.add(int(row)) or read(made, row))
+    method = replace(published(CPU), steps=4)
+    cell = fit(make_subject("vit_b_32", CPU), method, CPU, 4)
+    assert set(cell["parts"]) == {"checks", "first product", "products", "orthogonalisation", "eigenvectors"}
+    assert all(seconds > 0 for seconds in cell["parts"].values())
+    assert cell["settings"]["batch"] == 4
+    # the sample that is checked, and another for each of four products
+    assert len(rows) >= 5 * method.sample
+
+
+def whole(cell, vectors):
+    settings = {"steps": 200, "sample": 512, "batch": 64, "vectors": vectors}
+    return {"title": "net", "settings": settings, "facts": {"parameters": 10}, "cells": {"fit": cell}, "runs": {}}
+
+
+def test_fits_with_all_products_have_a_table_of_their_own():
+    records = {FRESH: whole(fitted(200, 300.0), 200), FIXED: whole({"failed": "out of memory", "run": "d"}, 100)}
+    assert points(records) == []
+    assert figures(records, small=False) == {}
+    lines = tables(records)
+    assert any(line.startswith("All 200 products of net") for line in lines)
+    (fresh,) = [line for line in lines if "512 new examples" in line]
+    # seconds, 2 + 3 of products, the other parts, and 3 seconds / 199 products
+    assert [cell.strip() for cell in fresh.split("|")[2:-1]] == [
+        *("64", "300.0", "5.0", "100.0", "0.5", "1.0", "15", "–", "15 h")
+    ]
+    (fixed,) = [line for line in lines if "restarts at 100 vectors" in line]
+    assert "out of memory" in fixed
+
+
 @pytest.mark.slow
 def test_the_small_run_measures_every_part(tmp_path):
     assert main(EXPERIMENT, ["--small", "--out", str(tmp_path)]) == 0
     (records,) = json.loads((tmp_path / "data" / "scaling_small.json").read_text()).values()
-    assert set(records) == {*NAMES, "offload"}
+    assert set(records) == {*NAMES, "offload", FRESH, FIXED}
+    for name in (FRESH, FIXED):
+        assert records[name]["cells"]["fit"]["seconds"] > 0
     for name in NAMES:
         assert set(records[name]["cells"]) == {"hessian/8", "gauss-newton/8"}
         assert all(cell["seconds"] > 0 for cell in records[name]["cells"].values())

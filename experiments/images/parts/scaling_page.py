@@ -16,6 +16,13 @@ PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")
 PAPER = {"vit_l_32": "15 h", "transformer_base": "139 min"}
 """The paper's seconds for 200 products, on a 4-core TPUv2."""
 TRANSFORMERS = ("vit_b_32", "vit_l_32_half", "vit_l_32")
+FRESH, FIXED = "vit_l_32_fresh", "vit_l_32_fixed"
+WHOLE = {
+    FRESH: ("{sample} new examples for every product, {vectors} vectors", "15 h"),
+    FIXED: ("one sample of {sample}, restarts at {vectors} vectors", "–"),
+}
+"""Parts with all products of ViT-L/32, the paper's way first, with its time; the lines do not use them."""
+WHOLE_CELL = "fit"
 
 
 def fit_name(kind: str, steps: int) -> str:
@@ -45,7 +52,7 @@ def points(records: Mapping[str, Record]) -> list[Point]:
     """Return the fits with all steps, measured or extrapolated, smallest model first."""
     found: list[Point] = []
     for model, record in records.items():
-        for kind in CURVATURES if model != "offload" else ():
+        for kind in CURVATURES if model != "offload" and model not in WHOLE else ():
             found += _point(model, record, kind)
     return sorted(found, key=lambda point: (point.parameters, CURVATURES.index(point.kind)))
 
@@ -104,7 +111,8 @@ def tables(records: Mapping[str, Record]) -> list[str]:
     found = points(records)
     headings = ["model", "parameters", "curvature", "n", "seconds", "how", "ms per product", "GiB", "paper, n = 200"]
     lines = table(headings, [_row(point, records[point.model], notes) for point in found])
-    lines += ["", *_failures(records, notes), *_lines_through(found), *_offload(records.get("offload"), notes)]
+    lines += ["", *_failures(records, notes), *_lines_through(found), *_whole(records, notes)]
+    lines += _offload(records.get("offload"), notes)
     return lines + (["", *notes.lines()] if notes.texts else [])
 
 
@@ -148,6 +156,37 @@ def _lines_through(found: Sequence[Point]) -> list[str]:
         return []
     headings = ["line through", "points", "seconds at 0", "seconds per million parameters", "R²"]
     return ["The paper's claim is a linear trend. Least squares:", "", *table(headings, rows)]
+
+
+def _whole(records: Mapping[str, Record], notes: Notes) -> list[str]:
+    there = [name for name in WHOLE if name in records]
+    if not there:
+        return []
+    first = records[there[0]]
+    parts = ["products", "orthogonalisation", "eigenvectors", "checks"]
+    headings = ["fit, Hessian", "batch", "seconds", *parts, "ms per product", "GiB", "paper"]
+    told = f"All {first['settings']['steps']} products of {first['title']} measured, nothing extrapolated"
+    rows = [_whole_row(name, records[name], notes) for name in there]
+    return ["", f"{told} (seconds in all, then by part):", "", *table(headings, rows)]
+
+
+def _whole_row(name: str, record: Record, notes: Notes) -> list[str]:
+    told, paper = WHOLE[name]
+    settings, cell = record["settings"], record["cells"].get(WHOLE_CELL)
+    parts = {} if cell is None or "failed" in cell else dict(cell["parts"])
+    each = "–"
+    if parts:
+        each = f"{1000 * parts['products'] / max(1, settings['steps'] - 1):.0f}"
+        parts["products"] += parts.pop("first product")
+    return [
+        told.format(**settings),
+        f"{settings['batch']}",
+        shown(cell, "seconds", ".1f", notes),
+        *(shown(parts, part, ".1f", notes) for part in ("products", "orthogonalisation", "eigenvectors", "checks")),
+        each,
+        memory(cell, notes),
+        paper,
+    ]
 
 
 def _offload(record: Record | None, notes: Notes) -> list[str]:
