@@ -19,7 +19,7 @@ import torch
 from experiments.shared.frame import Experiment, Session, main
 from experiments.shared.kept import keep
 from experiments.translation.parts.corpora import Corpora, Pairs
-from experiments.translation.parts.mt_training_page import ABOUT, DROPOUTS, VERDICT, figures, row, tables
+from experiments.translation.parts.mt_training_page import ABOUT, STEPS, VERDICT, figures, row, tables
 from experiments.translation.parts.network import SMALL_RECIPE, needed, weights_of
 from experiments.translation.parts.transformer import Recipe, held_out, make_transformer, train_transformer
 from harness.measure import Cell, clocked
@@ -29,8 +29,8 @@ LONG = Recipe(steps=2000, dropout=0.3)
 """A training of 20 epochs, at the end of which the network knows its pairs by heart."""
 PAIRS, SMALL_PAIRS = 4096, 100
 """Number of pairs on which each loss is taken."""
-LOOKS, SMALL_LOOKS = 20, 4
-"""Number of times in a training that they are taken."""
+EVERY, SMALL_EVERY = 100, 25
+"""Number of steps between them."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,11 @@ class Watched:
 
 def measure(session: Session, dropout: float) -> None:
     """Train with one dropout and follow the losses."""
-    recipe = replace(SMALL_RECIPE if session.small else LONG, dropout=dropout)
-    every = recipe.steps // (SMALL_LOOKS if session.small else LOOKS)
-    part = session.part("trainings", "Trainings", {"recipe": asdict(recipe) | {"dropout": "by row"}, "every": every})
+    steps = SMALL_RECIPE.steps if session.small else STEPS[dropout]
+    recipe = replace(SMALL_RECIPE if session.small else LONG, dropout=dropout, steps=steps)
+    every = SMALL_EVERY if session.small else EVERY
+    settings = {"recipe": asdict(recipe) | {"dropout": "by row", "steps": "by row"}, "every": every}
+    part = session.part("trainings", "Trainings", settings)
     part.cell(row(dropout), lambda: _trained(session, recipe, every))
 
 
@@ -107,7 +109,7 @@ EXPERIMENT = Experiment(
     "mt_training",
     "How long the translation network is trained, and with how much dropout",
     ABOUT,
-    {row(dropout).replace(" ", "_").replace(".", "_"): partial(measure, dropout=dropout) for dropout in DROPOUTS},
+    {row(dropout).replace(" ", "_").replace(".", "_"): partial(measure, dropout=dropout) for dropout in STEPS},
     tables,
     figures,
     options,
