@@ -42,12 +42,13 @@ bench-small: setup
 	$(BIN)/python -m bench.projection --small
 	$(BIN)/python -m bench.curvature --small
 
-# Every experiment of the paper, and that on memorisation, at toy size, to see that all run; results go to runs/,
-# docs/results/ has the real ones.
+# Every experiment of the paper, and those on memorisation and a language model, at toy size, to see that all run;
+# results go to runs/, docs/results/ has the real ones.
 EXPERIMENTS := digits.mnist_small digits.mnist_large digits.mnist_long digits.mnist_neighbours digits.inverse_arnoldi \
 	digits.error_analysis images.resnet_cifar images.vit_cifar images.image_exemplars images.resnet_curve images.scaling \
 	images.memorization translation.mt_training translation.mt_retrieval translation.mt_layers \
-	translation.mt_filter translation.mt_prefiltered translation.mt_exemplars translation.throughput
+	translation.mt_filter translation.mt_prefiltered translation.mt_exemplars translation.throughput \
+	language.exchanged_answers
 experiments-small: setup
 	for name in $(EXPERIMENTS); do \
 		$(BIN)/python -m experiments.$$name --small --replace --out runs/experiments-small || exit 1; \

@@ -18,7 +18,7 @@ from harness.refusal import check_place
 from harness.screen import shown_tables
 
 # Options that are not recorded: paths, which depend on the machine, and options that do not affect results.
-_PLACES = ("--out", "--cache", "--data", "--checkout")
+_PLACES = ("--out", "--cache", "--data", "--model", "--checkout")
 _FLAGS = ("--replace", "--no-tables")
 # Exit codes end at 255: 256 failures would look like none.
 _MOST_FAILURES = 100

@@ -18,10 +18,9 @@ What differs from that example:
 """
 
 import math
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -33,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.shared.kept import keep
+from experiments.shared.repeatable import repeatable
 from experiments.translation.parts.corpora import LONGEST, PAD, Pairs
 from experiments.translation.parts.packing import Side, batches, logits_of, packed
 from harness.models import Transformer
@@ -155,7 +155,7 @@ class _Gradients:
 
     def plain(self, source: Side, target: Side) -> None:
         """Run a step eagerly."""
-        with _repeatable():
+        with repeatable():
             loss = _loss(self.model, source, target, self.smoothing)
             self.model.zero_grad(set_to_none=True)
             loss.backward()
@@ -183,23 +183,6 @@ class _Recording:
         self.graph.replay()
         for parameter, gradient in zip(self.parameters, self.written, strict=True):
             parameter.grad = gradient
-
-
-@contextmanager
-def _repeatable() -> Iterator[None]:
-    """Use deterministic algorithms inside the context."""
-    # PyTorch requires it for deterministic matrix products on a GPU.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    settings: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    # Filling uninitialised memory is not needed here, and takes time.
-    settings.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        settings.fill_uninitialized_memory = before[1]
 
 
 def rate(step: int, warm_up: int) -> float:

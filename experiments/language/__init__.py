@@ -1,0 +1,1 @@
+"""The experiment on a language model: each module is a command, `python -m experiments.language.NAME`."""

@@ -1,0 +1,1 @@
+"""Questions, network and page of the experiment on a language model."""
