@@ -74,7 +74,7 @@ class Size:
     """Number of examples in the fixed sample of our iteration."""
     product_batch: int = 32
     """Batch size of curvature products, whose largest tensors are logits: vocabulary × tokens, some ten times."""
-    batch: int = 64
+    batch: int = 32
     """Batch size of scoring."""
     precision: Precision = "bf16"
     """Precision of curvature."""
@@ -316,7 +316,8 @@ def prepared(model: nn.Module) -> nn.Module:
         for name, child in list(module.named_children()):
             if type(child).__name__ in ("SiLU", "SiLUActivation"):
                 setattr(module, name, WrittenSiLU())
-    return model.float().requires_grad_(True).eval()
+    # Not `model.float()`, which models refuse whose file was quantized, although their weights are float32 by then.
+    return nn.Module.float(model).requires_grad_(True).eval()
 
 
 def fine_tune(model: nn.Module, train: Examples, recipe: Recipe, seed: int) -> None:
