@@ -214,6 +214,7 @@ def size_of(session: Session) -> Size:
         Recipe(epochs=settings.epochs),
         products=settings.products,
         sample=settings.sample,
+        tail_sample=settings.tail_sample,
         product_batch=settings.product_batch,
         batch=settings.score_batch,
         precision=settings.precision,
@@ -242,6 +243,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=positive, default=Recipe.epochs, help="epochs of fine-tuning")
     parser.add_argument("--products", type=positive, default=Size.products, help="products of the paper's iteration")
     parser.add_argument("--sample", type=positive, default=Size.sample, help="examples of each of these products")
+    parser.add_argument(
+        "--tail-sample", type=positive, default=Size.tail_sample, help="examples of the 60 products of the other"
+    )
     parser.add_argument(
         "--product-batch", type=positive, default=Size.product_batch, help="examples per pass of a product"
     )
