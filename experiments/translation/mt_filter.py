@@ -24,7 +24,7 @@ from experiments.translation.parts.mt_filter_page import (
     summary,
     tables,
 )
-from experiments.translation.parts.network import needed
+from experiments.translation.parts.network import needed, part_of
 from experiments.translation.parts.noisy_corpus import CLEAN, KINDS, WITHOUT_VERDICT, NoisyCorpus, described
 from experiments.translation.parts.prefilters import Prefiltered, languages_told, learned_languages
 from experiments.translation.parts.selection import (
@@ -96,7 +96,8 @@ def measure_scores(session: Session) -> None:
 
 
 def _scores_part(session: Session) -> Part:
-    return session.part("scores", "Scores of the noisy corpus", {"network": repr(size_of(session))})
+    size = size_of(session)
+    return session.part(part_of("scores", size.recipe), "Scores of the noisy corpus", {"network": repr(size)})
 
 
 def _ranked(bench: Bench, name: str) -> Cell:
@@ -107,7 +108,7 @@ def _ranked(bench: Bench, name: str) -> Cell:
 
 def measure_selection(session: Session, name: str) -> None:
     """Retrain on one selection."""
-    part = begin(session, "selections", "Training on selections")
+    part = begin(session, part_of("selections", size_of(session).recipe), "Training on selections")
     way, percent = SELECTIONS[name]
     measure_choice(part, label(way, percent), lambda bench: bench.chosen(way, percent))
 

@@ -21,7 +21,6 @@ from eigentrace.evaluate import spearman
 from eigentrace.fits.eigen_fit import EigenFit
 from experiments.shared.frame import Experiment, Part, Session, main
 from experiments.translation.mt_retrieval import SMALL_DRAW, Draw, Question
-from experiments.translation.mt_training import LONG
 from experiments.translation.parts.corpora import Ordered
 from experiments.translation.parts.mt_layers_page import (
     ABOUT,
@@ -44,6 +43,7 @@ from experiments.translation.parts.network import (
     DECODER,
     EMBEDDING,
     ENCODER,
+    FIRST,
     NO_EMBEDDING,
     Size,
     load_network,
@@ -180,7 +180,7 @@ def _measure(session: Session, names: list[str], work: Callable[[Question], Foun
 def _part(session: Session) -> tuple[Part, Size, Draw]:
     size = size_of(session)
     if not session.small:
-        size = replace(size, recipe=LONG)
+        size = replace(size, recipe=FIRST)
     draw = replace(SMALL_DRAW if session.small else DRAW, folds=2)
     return session.part("layers", "Exchanged translations found", asdict(size) | {"draw": asdict(draw)}), size, draw
 

@@ -50,6 +50,7 @@ from experiments.translation.parts.network import (
     load_network,
     needed,
     options,
+    part_of,
     size_of,
     untrained_network,
 )
@@ -249,8 +250,9 @@ def measure(session: Session, layers: str, work: Work) -> None:
 
 def _part(session: Session) -> tuple[Part, Draw]:
     draw = SMALL_DRAW if session.small else Draw()
-    settings = asdict(size_of(session)) | {"draw": asdict(draw)}
-    return session.part("retrieval", "Exchanged translations found", settings), draw
+    size = size_of(session)
+    settings = asdict(size) | {"draw": asdict(draw)}
+    return session.part(part_of("retrieval", size.recipe), "Exchanged translations found", settings), draw
 
 
 def _keys(work: Work) -> list[tuple[str, int]]:

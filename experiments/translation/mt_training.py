@@ -20,13 +20,11 @@ from experiments.shared.frame import Experiment, Session, main
 from experiments.shared.kept import keep
 from experiments.translation.parts.corpora import Corpora, Pairs
 from experiments.translation.parts.mt_training_page import ABOUT, STEPS, VERDICT, figures, row, tables
-from experiments.translation.parts.network import SMALL_RECIPE, needed, weights_of
+from experiments.translation.parts.network import FIRST, SMALL_RECIPE, needed, weights_of
 from experiments.translation.parts.transformer import Recipe, held_out, make_transformer, train_transformer
 from harness.measure import Cell, clocked
 from harness.models import Transformer
 
-LONG = Recipe(steps=2000, dropout=0.3)
-"""A training of 20 epochs, at the end of which the network knows its pairs by heart."""
 PAIRS, SMALL_PAIRS = 4096, 100
 """Number of pairs on which each loss is taken."""
 EVERY, SMALL_EVERY = 100, 25
@@ -73,7 +71,7 @@ class Watched:
 def measure(session: Session, dropout: float) -> None:
     """Train with one dropout and follow the losses."""
     steps = SMALL_RECIPE.steps if session.small else STEPS[dropout]
-    recipe = replace(SMALL_RECIPE if session.small else LONG, dropout=dropout, steps=steps)
+    recipe = replace(SMALL_RECIPE if session.small else FIRST, dropout=dropout, steps=steps)
     every = SMALL_EVERY if session.small else EVERY
     settings = {"recipe": asdict(recipe) | {"dropout": "by row", "steps": "by row"}, "every": every}
     part = session.part("trainings", "Trainings", settings)

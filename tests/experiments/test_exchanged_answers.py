@@ -218,7 +218,7 @@ def test_a_folder_without_the_files_is_refused_before_anything_is_measured(tmp_p
 
 def test_the_full_size_is_that_of_the_page():
     size = Size()
-    assert (size.products, size.sample, size.tail_products, size.tail_sample) == (200, 512, 60, 1024)
+    assert (size.products, size.sample, size.tail_products, size.tail_sample) == (200, 128, 60, 512)
     assert Draw() == Draw(4096, 256, 2, 5)
     assert sorted(name for _, methods in WORK.values() for name in methods) == sorted(PER_METHOD)
     assert set(EXPERIMENT.parts) == {"network", *WORK}

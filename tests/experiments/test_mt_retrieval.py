@@ -155,7 +155,7 @@ def test_every_fold_has_rows_and_parameters_of_its_own(network, question):
 
 def test_every_row_of_the_table_has_its_work():
     assert list(PARTS.values()) == list(WORK)
-    assert len(EXPERIMENT.parts) == 2 + len(LAYERS) * len(PARTS)
+    assert len(EXPERIMENT.parts) == 3 + len(LAYERS) * len(PARTS)
     assert [name for names in WORK.values() for name in names] == list(PER_METHOD)
     assert list(SCORED_BY) == list(WAYS)
     assert all(keep in PER_METHOD[method] for _, method, keep in PAPER)
@@ -192,7 +192,7 @@ def test_a_small_run_measures_everything(tmp_path):
     assert main(EXPERIMENT, argv) == 0
     (records,) = json.loads((tmp_path / "data" / "mt_retrieval_small.json").read_text()).values()
     cells = records["retrieval"]["cells"]
-    assert len(cells) == 2 + 2 * sum(len(keeps) for keeps in PER_METHOD.values())
+    assert len(cells) == 3 + 2 * sum(len(keeps) for keeps in PER_METHOD.values())
     assert not any("failed" in cell for record in records.values() for cell in record["cells"].values())
     assert len(records["memory"]["cells"]) == len(WAYS) * len(BATCHES)
     assert cells["network"]["dev_accuracy"] > 70

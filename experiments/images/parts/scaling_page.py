@@ -109,11 +109,21 @@ def tables(records: Mapping[str, Record]) -> list[str]:
     """Return the tables of fits, of the lines through them, and of the offloaded basis."""
     notes = Notes()
     found = points(records)
-    headings = ["model", "parameters", "curvature", "n", "seconds", "how", "ms per product", "GiB", "paper, n = 200"]
-    lines = table(headings, [_row(point, records[point.model], notes) for point in found])
-    lines += ["", *_failures(records, notes), *_lines_through(found), *_whole(records, notes)]
-    lines += _offload(records.get("offload"), notes)
+    lines = [*_fits_of(found, records, notes), "", *_failures(records, notes), *_lines_through(found)]
+    lines += [*_whole(records, notes), *_offload(records.get("offload"), notes)]
     return lines + (["", *notes.lines()] if notes.texts else [])
+
+
+def summary(records: Mapping[str, Record]) -> list[str]:
+    """Return the tables of fits alone."""
+    notes = Notes()
+    lines = [*_fits_of(points(records), records, notes), "", *_whole(records, notes)]
+    return lines + (["", *notes.lines()] if notes.texts else [])
+
+
+def _fits_of(found: Sequence[Point], records: Mapping[str, Record], notes: Notes) -> list[str]:
+    headings = ["model", "parameters", "curvature", "n", "seconds", "how", "ms per product", "GiB", "paper, n = 200"]
+    return table(headings, [_row(point, records[point.model], notes) for point in found])
 
 
 def _row(point: Point, record: Record, notes: Notes) -> list[str]:

@@ -67,12 +67,12 @@ class Size:
 
     recipe: Recipe = field(default_factory=Recipe)
     products: int = 200
-    sample: int = 512
+    sample: int = 128
     """Number of examples that every product of the paper's iteration samples anew."""
     tail_products: int = 60
-    tail_sample: int = 1024
+    tail_sample: int = 512
     """Number of examples in the fixed sample of our iteration."""
-    product_batch: int = 32
+    product_batch: int = 8
     """Batch size of curvature products, whose largest tensors are logits: vocabulary × tokens, some ten times."""
     batch: int = 32
     """Batch size of scoring."""
@@ -223,9 +223,10 @@ def size_of(session: Session) -> Size:
 
 
 def settings_of(session: Session) -> dict[str, Any]:
-    """Return what the numbers depend on."""
+    """Return what the numbers depend on, beyond rounding: batches are as large as the memory allows."""
     source: Path | None = session.settings.model
-    return asdict(size_of(session)) | {"model": "made up" if source is None else source.stem}
+    settings = asdict(size_of(session)) | {"model": "made up" if source is None else source.stem}
+    return {name: value for name, value in settings.items() if name not in ("product_batch", "batch")}
 
 
 def needed() -> Needed:

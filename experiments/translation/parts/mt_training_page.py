@@ -15,7 +15,11 @@ of the paper's, and soon knows them by heart. Which dropout, and how many steps,
 withheld pairs of the same corpus: taken every 100 steps of one training with each dropout (2,000 steps are 20 epochs).
 A shorter training is the beginning of a longer one, bit for bit, so that the weights with the lowest loss are those of
 a training of that length. Losses are per token, without label smoothing."""
-VERDICT = ""
+VERDICT = """\
+Of these the training with dropout 0.5 has the lowest loss on withheld pairs, 2.77 after 2,900 of its 3,000 steps, and
+on news and captions as well; that with dropout 0.3 and 2,000 steps, from which most experiments on translation take
+their network, has 3.01 there and knows its training pairs far better. More dropout, or more steps with it, were not
+tried."""
 
 
 def row(dropout: float) -> str:
