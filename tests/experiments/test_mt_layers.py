@@ -13,6 +13,7 @@ from experiments.translation import mt_layers, mt_training
 from experiments.translation.mt_layers import BLOCKS, by_arnoldi, by_projections
 from experiments.translation.mt_retrieval import Draw, Question
 from experiments.translation.mt_training import Watched
+from experiments.translation.parts import mt_layers_page
 from experiments.translation.parts.corpora import END, PAD, Pairs
 from experiments.translation.parts.mt_layers_page import (
     ARNOLDI,
@@ -178,7 +179,8 @@ def test_a_small_training_is_found_by_the_other_experiments(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_small_run_measures_every_layer(tmp_path):
+def test_a_small_run_measures_every_layer(tmp_path, monkeypatch):
+    monkeypatch.setattr(mt_layers, "KEPT", mt_layers_page.KEPT)
     argv = ["--small", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]
     parts = ["network", "all_0", "encoder_0", "gauss_newton_1", "proj_0", "proj_1"]
     assert main(mt_layers.EXPERIMENT, [*argv, "--parts", ",".join(parts)]) == 0
