@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from bench.fidelity_page import (
     TAILS,
     damped_cell,
     grid_cell,
+    pairs_cell,
     refined_cell,
     render,
     stored_cell,
@@ -49,7 +51,7 @@ from harness.command import carried_out, choices, result_options, say, start
 from harness.measure import Cell, attempt
 from harness.record import Recorder
 
-PARTS = ("gradient", "ekfac", "refine", "refine-damping", "refine-arnoldi", "arnoldi", "ensembles")
+PARTS = ("gradient", "ekfac", "pairs", "refine", "refine-damping", "refine-arnoldi", "arnoldi", "ensembles")
 
 _BOOTSTRAP = 200
 # K of the cells on stored features and ensembles, and the number of results of a shortlist.
@@ -109,6 +111,8 @@ class Regime:
             self._cell("gradient", lambda: self._fidelity(self._gradients(0)))
         if "ekfac" in parts:
             self._ekfac()
+        if "pairs" in parts:
+            self._pairs()
         if any(part.startswith("refine") for part in parts):
             self._refined(parts)
         if "arnoldi" in parts:
@@ -127,6 +131,19 @@ class Regime:
     def _of_ekfac(self, fitted: EKFACFit, bootstrap: int) -> Cell:
         found = self._fidelity(fitted.influence(self.train, self.queries), bootstrap)
         return found | {"delta": fitted.damping, "share": fitted.damping / fitted.metric.mean}
+
+    def _pairs(self) -> None:
+        """Correct EK-FAC by eigenpairs, with its own damping and with that of the training; solve with them."""
+        training = self._training()
+        task = et.classification(self.problem.at(0).model(), training=training)
+        method = et.Arnoldi(self.problem.spec.steps, self.ks[-1], tail="ekfac", sample=None, compile=False)
+        fitted = cast(EKFACFit, method.fit(task, self.train))
+        for damping, fit in (("training", fitted), ("ekfac", fitted.damped(0.5 * fitted.metric.mean))):
+            for keep in self.ks:
+                self._cell(pairs_cell(damping, keep), partial(self._of_ekfac, fit.distill(keep), _BOOTSTRAP))
+        for rounds in ROUNDS:
+            cell = partial(self._of_refined, fitted.distill(self.k), et.Refine(rounds, sample=None))
+            self._cell(f"{refined_cell(rounds)}/pairs", cell)
 
     def _refined(self, parts: Sequence[str]) -> None:
         """Solve with the damping of the training, and with multiples of it."""
@@ -175,7 +192,7 @@ class Regime:
         task = et.classification(self.problem.at(index).model())
         wanted = min(max(SIZES), self.problem.num_parameters)
         method = et.Arnoldi(steps=spec.steps, keep=self.ks[-1], sample=None, coordinates=wanted, compile=False)
-        return method.fit(task, self.train)
+        return cast(EigenFit, method.fit(task, self.train))
 
     def _gradients(self, index: int) -> Tensor:  # (Q, N)
         task = et.classification(self.problem.at(index).model())

@@ -50,6 +50,11 @@ def damped_cell(share: float) -> str:
     return f"ekfac/{share:g}"
 
 
+def pairs_cell(damping: str, keep: int) -> str:
+    """Return the name of the cell of EK-FAC corrected by eigenpairs."""
+    return f"pairs/{damping}/{keep}"
+
+
 def refined_cell(rounds: int, factor: float = 1.0) -> str:
     """Return the name of the cell of refined scores."""
     return f"refine/{rounds}" if factor == 1 else f"refine/{rounds}/{factor:g}"
@@ -79,7 +84,7 @@ def _machine(regimes: dict[str, Record], goals: bool) -> list[str]:
         lines += ["", f"### {regime}: learning rate {recipe['lr']:g}, {recipe['epochs']} epochs", ""]
         keeps = [k for k in KS if tail_cell("auto", k) in record["cells"]]
         cuts = table(["method", *(f"K = {k}" for k in keeps)], _cuts(regime, record, keeps, goals, notes))
-        lines += cuts if keeps else ["Measured here: EK-FAC and refined scores, below."]
+        lines += cuts if keeps else ["Measured here: EK-FAC, corrected and refined scores, below."]
         ensembles = list(_ensembles(record, keeps, notes))
         if ensembles:
             lines += ["", "Averaged over networks from ten seeds:", ""]
@@ -93,6 +98,10 @@ def _machine(regimes: dict[str, Record], goals: bool) -> list[str]:
             "share of the best",
         ]
         lines += ["", "### EK-FAC, by its damping", "", *table(headings, damped)]
+    corrected = [row for regime, record in regimes.items() for row in _pairs(regime, record, notes)]
+    if corrected:
+        headings = ["regime", "damping", *(f"K = {k}" for k in KS)]
+        lines += ["", "### EK-FAC, corrected by K eigenpairs", "", *table(headings, corrected)]
     solved = [row for regime, record in regimes.items() for row in _refined(regime, record, notes)]
     if solved:
         headings = ["regime", "preconditioner", *(counted(rounds, "product") for rounds in ROUNDS)]
@@ -139,9 +148,18 @@ def _ekfac(regime: str, record: Record, notes: Notes) -> Iterator[list[str]]:
         yield [regime, _with_interval(own, notes), *(shown(cell, "lds", ".1f", notes) for cell in tried), share]
 
 
+def _pairs(regime: str, record: Record, notes: Notes) -> Iterator[list[str]]:
+    cells = record["cells"]
+    for name, damping in (("that of the training, the default", "training"), ("0.5 × mean, that of EK-FAC", "ekfac")):
+        found = [cells.get(pairs_cell(damping, keep)) for keep in KS]
+        if any(found):
+            yield [regime, name, *(_with_interval(cell, notes) for cell in found)]
+
+
 def _refined(regime: str, record: Record, notes: Notes) -> Iterator[list[str]]:
     cells = record["cells"]
-    for name, ending in (("EK-FAC", ""), ("eigenpairs of Arnoldi", "/arnoldi")):
+    preconditioners = {"EK-FAC": "", "eigenpairs of Arnoldi": "/arnoldi", "EK-FAC and 100 eigenpairs": "/pairs"}
+    for name, ending in preconditioners.items():
         found = [cells.get(refined_cell(rounds) + ending) for rounds in ROUNDS]
         if any(found):
             yield [regime, name, *(_with_interval(cell, notes) for cell in found)]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -151,7 +152,8 @@ def _fit(method: et.Arnoldi, question: Question) -> tuple[EigenFit, float]:
         # from its Hessian.
         warnings.simplefilter("ignore", ConvergenceWarning)
         warnings.simplefilter("ignore", PrecisionWarning)
-        return with_seconds(lambda: method.fit(question.task, question.train), question.task.layout.device)
+        task = question.task
+        return with_seconds(lambda: cast(EigenFit, method.fit(task, question.train)), task.layout.device)
 
 
 def _cuts(question: Question, cut: Callable[[int], EigenFit], fit_seconds: float, **more: float) -> dict[int, Cell]:

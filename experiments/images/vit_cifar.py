@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -148,7 +149,7 @@ def _fit(method: et.Arnoldi, question: Question, task: et.Task) -> tuple[EigenFi
     with warnings.catch_warnings():
         # The last of a hundred pairs is only counted; cells record whether those used in scores have converged.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        return with_seconds(lambda: method.fit(task, question.fitted_on), task.layout.device)
+        return with_seconds(lambda: cast(EigenFit, method.fit(task, question.fitted_on)), task.layout.device)
 
 
 def _cuts(question: Question, cut: Callable[[int], EigenFit], fit_seconds: float, **more: float) -> dict[str, Cell]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -88,7 +89,7 @@ def by_arnoldi(question: Question, layers: str, curvature: str, seed: int) -> Fo
     task = network.task(layers)
     data = Ordered.of(network.train, size.product_batch).data
     device = task.layout.device
-    fitted, took = with_seconds(lambda: method.fit(task, data), device)
+    fitted, took = with_seconds(lambda: cast(EigenFit, method.fit(task, data)), device)
     phi, seconds = with_seconds(lambda: fitted.features(question.ordered.data, compute=network.compute), device)
     squares = question.ordered.back(phi) ** 2
     values = fitted.spectrum.eigenvalues.double().cpu().numpy()  # (K,), the largest |λ| first

@@ -147,7 +147,8 @@ class Network:
             with warnings.catch_warnings():
                 # Products on new examples each time settle on nothing.
                 warnings.simplefilter("ignore", ConvergenceWarning)
-                return self.method(estimator).fit(self.task, Ordered.of(self.train, self.size.product_batch).data)
+                data = Ordered.of(self.train, self.size.product_batch).data
+                return cast(EigenFit, self.method(estimator).fit(self.task, data))
 
         return with_seconds(work, self.task.layout.device)
 

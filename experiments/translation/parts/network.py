@@ -130,7 +130,7 @@ class Network:
                 # every Hessian of this network is warned about; a test compares it with double backward.
                 for expected in (ConvergenceWarning, PrecisionWarning):
                     warnings.simplefilter("ignore", expected)
-                return method.fit(task, Ordered.of(self.train, self.size.product_batch).data)
+                return cast(EigenFit, method.fit(task, Ordered.of(self.train, self.size.product_batch).data))
 
         if not path.exists():
             # If several processes need it, one fits; the seconds of the others are those of loading.

@@ -4,7 +4,7 @@ This is EK-FAC (George et al., 2018): each matrix, with its bias, is rotated int
 its inputs and of the gradients of its outputs. There, the diagonal of the curvature is measured exactly.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -72,12 +72,24 @@ class KroneckerMetric:
 
     def inverse(self, vectors: Tensor, damping: float) -> Tensor:  # (q, P) -> (q, P)
         """Multiply vectors by the inverse of the matrix plus `damping` times the identity."""
+        return self._scaled(vectors, lambda values: 1 / (values + damping))
+
+    def root(self, vectors: Tensor, damping: float) -> Tensor:  # (q, P) -> (q, P)
+        """Multiply vectors by the root of that inverse."""
+        return self._scaled(vectors, lambda values: (values + damping).rsqrt())
+
+    def times(self, vectors: Tensor, damping: float) -> Tensor:  # (q, P) -> (q, P)
+        """Multiply vectors by the matrix plus `damping` times the identity."""
+        return self._scaled(vectors, lambda values: values + damping)
+
+    def _scaled(self, vectors: Tensor, factor: Callable[[Tensor], Tensor]) -> Tensor:
+        """Multiply the coordinates of vectors by a function of the diagonal."""
         pieces = {name: vectors[:, self.layout.span(name)] for name in self.layout.names}
         found: dict[str, Tensor] = {}
         for name, values in self.diagonal.items():
             matrix = self._matrix(pieces, name)
             coordinates = in_bases(matrix, *self.bases.get(name, (None, None)))
-            back = _rotated_back(coordinates / (values + damping), *self.bases.get(name, (None, None)))
+            back = _rotated_back(coordinates * factor(values), *self.bases.get(name, (None, None)))
             self._split(name, back, found)
         return torch.cat([found[name] for name in self.layout.names], dim=1)
 

@@ -14,7 +14,7 @@ from eigentrace.fits.ensemble import ENSEMBLE, Ensemble
 from eigentrace.fits.file_names import METRIC, member_folder, state_file
 from eigentrace.fits.fitted import Fitted
 from eigentrace.fits.kronecker_metric import KroneckerMetric
-from eigentrace.fits.on_disk import read_block, read_coordinates, read_eigenpairs, read_moments
+from eigentrace.fits.on_disk import read_block, read_coordinates, read_eigenpairs, read_moments, read_relative_pairs
 from eigentrace.fits.projected_fit import DirectionsFit
 from eigentrace.settings import short
 from eigentrace.task.checkpoints import Checkpoint
@@ -113,6 +113,7 @@ def _check_types(path: Path, manifest: dict[str, Any]) -> None:
         checked += [("metric", manifest["metric"], dict), ("damping", manifest["damping"], int | float)]
         joined = manifest["metric"] if isinstance(manifest["metric"], dict) else {}
         checked += [(f"metric.{name}", one, dict) for name, one in joined.items()]
+        checked += [("relative", manifest.get("relative"), dict | None)]
     if "cut" in manifest:
         cut = manifest["cut"] if isinstance(manifest["cut"], dict) else {}
         checked += [("cut", manifest["cut"], dict), ("num_products", manifest["num_products"], int)]
@@ -129,7 +130,8 @@ def _assemble(path: Path, manifest: dict[str, Any], task: Task) -> Fitted:
     shared = {key: manifest[key] for key in ("method", "num_train", "has_curvature")}
     if "metric" in manifest:
         metric = KroneckerMetric.of_tensors(read_tensors(path / METRIC), manifest["metric"], task.layout)
-        return EKFACFit(task, metric, float(manifest["damping"]), **shared)
+        pairs = read_relative_pairs(path, manifest, task.layout) if "relative" in manifest else None
+        return EKFACFit(task, metric, float(manifest["damping"]), **shared, pairs=pairs)
     if "cut" in manifest:
         eigenpairs = read_eigenpairs(path, manifest, task.layout)
         count = len(eigenpairs.spectrum.eigenvalues)

@@ -1,6 +1,7 @@
 """The files of a fit: eigenpairs with their cut and coordinates, or blocks of weighted directions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from eigentrace.fits.calibration import GradientMoments
 from eigentrace.fits.cut import Cut
 from eigentrace.fits.file_names import COORDINATES, EIGENPAIRS, MOMENTS, block_file
 from eigentrace.fits.fitted import Fitted
+from eigentrace.fits.relative_pairs import RelativePairs, read_pairs
 from eigentrace.fits.tail_coordinates import Coordinates
 from eigentrace.fits.weighted_directions import Block
 from eigentrace.krylov.eigenpairs import Eigenpairs, Spectrum
@@ -97,6 +99,15 @@ def read_eigenpairs(path: Path, manifest: dict[str, Any], layout: Layout) -> Eig
     # Directions return to the memory that the basis of the fit was in.
     on_host = manifest["method"].get("basis", {}).get("place") == "host"
     return Eigenpairs(directions if on_host else directions.to(layout.device), spectrum)
+
+
+def read_relative_pairs(path: Path, manifest: dict[str, Any], layout: Layout) -> RelativePairs:
+    """Read the eigenpairs of a saved fit that correct its metric."""
+    found = read_pairs(read_tensors(path / EIGENPAIRS), manifest["relative"])
+    count = len(found.spectrum.eigenvalues)
+    directions = _directions_of({"directions": found.directions}, "directions", count, layout)
+    on_host = manifest["method"].get("basis", {}).get("place") == "host"
+    return replace(found, directions=directions if on_host else directions.to(layout.device))
 
 
 def read_block(path: Path, number: int, record: dict[str, Any], layout: Layout) -> Block:

@@ -155,16 +155,34 @@ def _damping(task: Task, settings: Refine, mean: float) -> tuple[Tensor, bool]: 
     layout = task.layout
     if settings.damping == "auto" and task.training is not None:
         return task.training.damping(layout, has_penalty=any(task.l2.values())), False
-    value = GUESSED_SHARE * mean if settings.damping == "auto" else float(settings.damping)
-    if settings.damping == "auto":
-        warnings.warn(
-            f"The damping of the refined scores is a guess, {value:.2g}: {GUESSED_SHARE:g} × the mean eigenvalue of "
-            "the fit. That of the training is better: pass training=eigentrace.Training(...) to the task, or set "
-            "Refine(damping=...).",
-            EigentraceWarning,
-            stacklevel=4,
-        )
-    return torch.full((layout.numel,), value, dtype=layout.dtype, device=layout.device), settings.damping == "auto"
+    is_guess = settings.damping == "auto"
+    value = _guessed(mean, "the refined scores", "set Refine(damping=...)") if is_guess else float(settings.damping)
+    return torch.full((layout.numel,), value, dtype=layout.dtype, device=layout.device), is_guess
+
+
+def scalar_damping(task: Task, mean: float, what: str, otherwise: str) -> float:
+    """Return the damping of the training, its mean over parameters, or a guess, with a warning.
+
+    Args:
+        task: The task.
+        mean: The mean eigenvalue of the curvature.
+        what: What is damped, for the warning.
+        otherwise: What to do besides recording the training, for the warning.
+    """
+    if task.training is None:
+        return _guessed(mean, what, otherwise)
+    return float(task.training.damping(task.layout, has_penalty=any(task.l2.values())).double().mean())
+
+
+def _guessed(mean: float, what: str, otherwise: str) -> float:
+    value = GUESSED_SHARE * mean
+    warnings.warn(
+        f"The damping of {what} is a guess, {value:.2g}: {GUESSED_SHARE:g} × the mean eigenvalue of the fit. That of "
+        f"the training is better: pass training=eigentrace.Training(...) to the task, or {otherwise}.",
+        EigentraceWarning,
+        stacklevel=5,
+    )
+    return value
 
 
 def _warn_unless_settled(found: Refined, settings: Refine, tolerance: float) -> None:

@@ -26,14 +26,18 @@ from eigentrace.errors import InputError
 from eigentrace.fits.calibration import GradientMoments, gradient_moments, num_products
 from eigentrace.fits.cut import Cut, Tail
 from eigentrace.fits.eigen_fit import EigenFit
+from eigentrace.fits.ekfac_fit import EKFACFit
+from eigentrace.fits.refine import scalar_damping
+from eigentrace.fits.relative_pairs import relative_pairs
 from eigentrace.fits.reliability import rank_agreement
 from eigentrace.fits.tail_coordinates import check_wanted
 from eigentrace.krylov.eigenpairs import Eigenpairs, top_eigenpairs, warn_unless_converged, warn_unless_convex
 from eigentrace.krylov.estimate import FitEstimate, estimate_of
-from eigentrace.krylov.iterate import Krylov, arnoldi, finished, lanczos
+from eigentrace.krylov.iterate import Krylov, Matvec, arnoldi, finished, lanczos
 from eigentrace.krylov.plan import IterationPlan, check_disk, fitted_basis
 from eigentrace.krylov.resume import SavedIteration, begun_with, opened
 from eigentrace.krylov.vectors import Basis
+from eigentrace.methods.ekfac import EKFAC
 from eigentrace.methods.method import ready
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.progress import tell
@@ -67,8 +71,10 @@ class Arnoldi:
             training and needs a task with outputs; or "auto" for Gauss-Newton if the task has outputs, else the
             Hessian.
         tail: δ, the eigenvalue that is assumed for all directions that are not kept: "auto" for |λ_K|, or a positive
-            number. "shaped" adds the mean squared gradient along each of `coordinates` to δ. None ignores these
-            directions, as the paper does.
+            number. "shaped" adds the mean squared gradient along each of `coordinates` to δ. "ekfac" takes the metric
+            of `EKFAC` for these directions: the pairs are those of the curvature relative to that metric, and correct
+            it where it is most wrong. Its damping is that of the training, if the task has a record of it. None
+            ignores these directions, as the paper does.
         coordinates: R, the number of coordinates stored per example for the tail: a count, or a fraction of the tail's
             energy to cover. None is 1024 for a shaped tail, and no coordinates otherwise.
         positive_only: Drop eigenpairs with negative eigenvalues after taking the top K, as the paper does at saddle
@@ -88,7 +94,7 @@ class Arnoldi:
     steps: int = 200
     keep: int = 50
     curvature: Kind = "auto"
-    tail: Tail = "auto"
+    tail: Tail | Literal["ekfac"] = "auto"
     coordinates: int | float | None = None
     positive_only: bool = False
     sample: int | None = 8192
@@ -160,7 +166,10 @@ class Arnoldi:
                 f"keep={self.keep} eigenpairs cannot be computed from steps={self.steps} products: keep must be at "
                 "most steps. Raise steps (four times keep is a good start), or lower keep."
             )
-        Cut(self.keep, self.tail, self.positive_only)
+        if self.tail == "ekfac":
+            self._check_metric()
+        else:
+            Cut(self.keep, self.tail, self.positive_only)
         if self.coordinates is not None:
             check_wanted(self.coordinates)
         if self.basis.max_vectors is not None and self.keep > self.basis.carried:
@@ -169,7 +178,17 @@ class Arnoldi:
                 "max_vectors or restart_keep of Basis, or lower keep."
             )
 
-    def fit(self, task: Task, data: Any, *, num_train: int | None = None, resume: str | Path | None = None) -> EigenFit:
+    def _check_metric(self) -> None:
+        """Check that the other settings go with a tail by EK-FAC."""
+        if self.curvature == "hessian" or self.spread or self.positive_only or self.coordinates is not None:
+            raise InputError(
+                "tail='ekfac' needs the Gauss-Newton curvature of one sample, and has no coordinates: leave "
+                "curvature, spread, positive_only and coordinates at their defaults, or choose another tail."
+            )
+
+    def fit(
+        self, task: Task, data: Any, *, num_train: int | None = None, resume: str | Path | None = None
+    ) -> EigenFit | EKFACFit:
         """Compute the top eigenpairs of the curvature of the training loss; see `Method.fit` for the first arguments.
 
         Args:
@@ -183,6 +202,8 @@ class Arnoldi:
         task, data, size = ready(task, data, num_train)
         generator = generator_of(self.seed)
         planned = replace(self, basis=self._basis(task, data, resume))
+        if self.tail == "ekfac":
+            return planned._fit_in_metric(task, data, size, generator, resume)
         with task.session(), planned._opened(resume, task, data, size, generator) as saved:
             eigenpairs = top_eigenpairs(planned._krylov(task, data, generator, saved), self.keep)
             moments = None if self.tail is None else planned._moments(task, data, eigenpairs, saved)
@@ -197,6 +218,28 @@ class Arnoldi:
             settings["agreement"] = asdict(rank_agreement(self, task, data))
         fitted = EigenFit(task, eigenpairs, cut, settings, size, moments=moments)
         return fitted if wanted is None else fitted.with_coordinates(data, wanted).distill(tail=self.tail)
+
+    def _fit_in_metric(
+        self, task: Task, data: Data, size: int, generator: torch.Generator, resume: str | Path | None
+    ) -> EKFACFit:
+        """Iterate with (M + δ)^-½ (H + δ) (M + δ)^-½, where M is the metric of EK-FAC."""
+        whole = EKFAC(self.sample, seed=self.seed).fit(task, data, num_train=size)
+        metric = whole.metric
+        damping = scalar_damping(task, metric.mean, "this fit", "use fitted.damped(...)")
+
+        def whitened(multiply: Matvec) -> Matvec:
+            def matvec(v: Tensor) -> Tensor:
+                x = metric.root(v[None], damping)[0]
+                return metric.root((multiply(x) + damping * x)[None], damping)[0]
+
+            return matvec
+
+        with task.session(), self._opened(resume, task, data, size, generator) as saved:
+            krylov = self._krylov(task, data, generator, saved, whitened)
+            pairs = relative_pairs(krylov, metric, damping, self.keep)
+        settings = settings_of(self) | {"basis": self.basis.record()}
+        settings |= {name: whole.method[name] for name in ("examples", "draws", "unrotated")} | {"damping": damping}
+        return replace(whole, method=settings, pairs=pairs, damping=damping)
 
     def estimate(self, task: Task, data: Any) -> FitEstimate:
         """Estimate time, memory and disk space of a fit from a product on one batch; nothing is fitted.
@@ -256,10 +299,18 @@ class Arnoldi:
             "losses": _some_losses(task, data),
             "curvature": resolve_kind(self.curvature, task),
             **{name: settings[name] for name in _OF_ITERATION},
+            **({"metric": "ekfac"} if self.tail == "ekfac" else {}),
             **basis,
         }
 
-    def _krylov(self, task: Task, data: Data, generator: torch.Generator, saved: SavedIteration | None) -> Krylov:
+    def _krylov(
+        self,
+        task: Task,
+        data: Data,
+        generator: torch.Generator,
+        saved: SavedIteration | None,
+        around: Callable[[Matvec], Matvec] = lambda multiply: multiply,
+    ) -> Krylov:
         """Run or resume the iteration; a finished one is loaded without checks or products."""
         done = None if saved is None else finished(saved, task.vector, self.steps, basis=self.basis)
         if done is not None:
@@ -274,7 +325,7 @@ class Arnoldi:
         if self._redraws(data):
             matvec = _spread(curvature, int(self.sample or 0), generator)
             return arnoldi(matvec, start, self.steps, basis=self.basis, memory=saved)
-        return lanczos(curvature.matvec, start, self.steps, basis=self.basis, memory=saved)
+        return lanczos(around(curvature.matvec), start, self.steps, basis=self.basis, memory=saved)
 
     def _moments(self, task: Task, data: Data, eigenpairs: Eigenpairs, saved: SavedIteration | None) -> GradientMoments:
         """Measure the gradients of the curvature sample, to calibrate scores in nats, or load what was measured."""
