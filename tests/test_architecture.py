@@ -31,7 +31,7 @@ EXTRAS = {
     "fastapi": ("page",),
     "starlette": ("page",),
     "uvicorn": ("page",),
-    "transformers": ("methods", "loading"),
+    "transformers": ("task", "methods", "loading"),
     "PIL": ("loading", "rendering", "page"),
 }
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from eigentrace.runs.run import Run, open_run
     from eigentrace.runs.score import score
     from eigentrace.store.check import check
+    from eigentrace.task.recording import TrainingRecord, training_callback
     from eigentrace.task.task import Task
     from eigentrace.task.tasks import causal_lm, classification, seq2seq
     from eigentrace.task.training_record import Training
@@ -42,6 +43,8 @@ __all__ = [
     "seq2seq",
     "causal_lm",
     "Training",
+    "TrainingRecord",
+    "training_callback",
     "Data",
     # attribution methods
     "Arnoldi",
@@ -102,6 +105,7 @@ _HOMES = {
     "TangentRidge": "methods.tangent",
     **dict.fromkeys(("LossTracker", "LossHistory", "loss_callback"), "methods.loss_history"),
     "Training": "task.training_record",
+    **dict.fromkeys(("TrainingRecord", "training_callback"), "task.recording"),
     "Fitted": "fits.fitted",
     "Refine": "fits.refine",
     **dict.fromkeys(("Reliability", "rank_agreement"), "fits.reliability"),

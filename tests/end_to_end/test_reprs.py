@@ -42,6 +42,13 @@ def tracked(made):
     return tracker
 
 
+def recorded(made):
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.001)
+    record = et.TrainingRecord(optimizer)
+    optimizer.step(), optimizer.step()
+    return record
+
+
 def many(made):
     pair = (torch.randn(ROWS, 4), torch.arange(ROWS) % 3)
     return evaluate.ManyModels(made.model, pair, pair, evaluate.SGD(epochs=1), at_once=2)
@@ -84,6 +91,8 @@ MADE = {
     ("Basis", "bf16"): lambda m: et.Basis(dtype="bf16"),
     ("Refine", "rounds=5"): lambda m: et.Refine(5),
     ("Training", "lr_sum=2.5"): lambda m: et.Training(2.5, second_moments={"0.weight": torch.ones(9)}),
+    ("TrainingRecord", "SGD", "0 steps"): lambda m: et.TrainingRecord(torch.optim.SGD(m.model.parameters())),
+    ("TrainingRecord", "AdamW", "2 steps", "lr_sum=0.002"): recorded,
     ("Refined", ROWS, "residual"): lambda m: (
         et.EKFAC().fit(m.task, m.data).refined(m.data, m.data, et.Refine(20, damping=0.1))
     ),

@@ -8,7 +8,7 @@ import math
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from eigentrace.disk.bounded import check_regular, read_json
-from eigentrace.errors import InputError, MismatchError
+from eigentrace.errors import EigentraceWarning, InputError, MismatchError
 from eigentrace.settings import check_above_zero, check_not_negative, counted, short
 from eigentrace.task.layout import Layout
+from eigentrace.task.rate_sums import CALLBACK, TRAINER_STATE, RateSums, recorded_in
 
 # v̂ is at least this share of its mean in the parameter, squared root: entries that were never updated have v̂ = 0.
 _LEAST_SHARE = 1e-3
@@ -49,10 +50,14 @@ class Training:
     loss_scale: float = 1.0
     """c, if the loss of the task is c times the loss that was trained on: the mean number of tokens of an example, for
     sums over tokens of a training on their mean."""
+    source: str = field(default="", compare=False)
+    """Where the sum of learning rates comes from, in words: recorded, or interpolated; empty if it was given."""
 
     def __repr__(self) -> str:
         sums = sorted(set(self.lr_sum.values())) if isinstance(self.lr_sum, Mapping) else [self.lr_sum]
-        parts = [f"lr_sum={' or '.join(f'{value:.4g}' for value in sums[:3])}"]
+        parts = [
+            f"lr_sum={' or '.join(f'{value:.4g}' for value in sums[:3])}" + f" ({self.source})" * bool(self.source)
+        ]
         parts += [f"momentum={self.momentum:g}"] if self.momentum else []
         parts += [f"second moments of {counted(len(self.second_moments), 'parameter')}"] if self.second_moments else []
         return f"<Training: {', '.join(parts)}>"
@@ -117,29 +122,16 @@ class Training:
             lrs: The learning rate of every step; or a list of them for each group of the optimizer, if they differ.
             loss_scale: See the class.
         """
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InputError(
-                f"optimizer must be one of torch.optim, with its state, got {type(optimizer).__name__}. For another "
-                "one give the numbers: eigentrace.Training(lr_sum=..., second_moments={...})."
-            )
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        held = [(group, [names.get(id(p)) for p in group["params"]]) for group in optimizer.param_groups]
-        state = {names[id(p)]: one for p, one in optimizer.state.items() if id(p) in names}
-        if any(None in group for _, group in held):
-            raise MismatchError(
-                f"The optimizer has parameters that {type(model).__name__} does not have: pass the model that it "
-                "trained, with the same parameter objects."
-            )
         what = type(optimizer).__name__
-        sums = _sums_of(lrs, [group for group, _ in held], what)
-        return _training(held, state, sums, loss_scale, what, what)
+        return read_training(optimizer, model, lambda groups: _sums_of(lrs, groups, what), loss_scale)
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, model: nn.Module, *, loss_scale: float = 1.0) -> "Training":
         """Read a checkpoint folder of Hugging Face's Trainer: `optimizer.pt` and `trainer_state.json`.
 
-        Learning rates are interpolated between the logged ones, and those of the optimizer at both ends. Nothing in the
-        folder is run.
+        The sums of learning rates are those that `training_callback` recorded. Without it, rates are interpolated
+        between the logged ones, and those of the optimizer at both ends. `source` says which. Nothing in the folder is
+        run.
 
         Args:
             path: The folder.
@@ -147,26 +139,22 @@ class Training:
             loss_scale: See the class.
         """
         folder = Path(path)
-        missing = [name for name in ("optimizer.pt", "trainer_state.json") if not (folder / name).exists()]
+        missing = [name for name in ("optimizer.pt", TRAINER_STATE) if not (folder / name).exists()]
         if missing:
             raise InputError(
                 f"{folder} is not a checkpoint of a Trainer: it has no {' and no '.join(missing)}. Pass a folder such "
                 "as checkpoint-500, saved without save_only_model."
             )
         saved = _read_optimizer(folder / "optimizer.pt")
-        found = read_json(folder / "trainer_state.json")
+        found = _read_state(folder / TRAINER_STATE)
+        remedy = (
+            f"Restore {folder / TRAINER_STATE}, or remove {CALLBACK!r} from its stateful_callbacks to interpolate the "
+            "logged rates."
+        )
+        recorded = _recorded(found, folder / TRAINER_STATE, remedy)
         try:
             groups, states = saved["param_groups"], saved["state"]
-            steps, history = int(found["global_step"]), found["log_history"]
-            logged = [(int(one["step"]), float(one["learning_rate"])) for one in history if "learning_rate" in one]
-        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            raise MismatchError(f"{folder} is not a checkpoint of a Trainer, or damaged ({error!r}).") from None
-        if not logged or steps < 1:
-            raise MismatchError(
-                f"{folder / 'trainer_state.json'} has no steps with learning rates: none were logged. Train with "
-                "logging_steps set, or pass their sum: eigentrace.Training(lr_sum=...)."
-            )
-        try:
+            logged = [] if recorded else _logged(found, folder)
             held = list(_named_groups(groups, states, model, folder))
             state = {
                 name: states[index]
@@ -174,17 +162,114 @@ class Training:
                 for index, name in zip(group["params"], names, strict=True)
                 if index in states
             }
-            bases = [_base(group) for group in groups]
-            total = _sum_of_rates(logged, steps, bases[0], float(groups[0]["lr"]))
-            # The Trainer logs the rate of the first group; the schedule is the same for all.
-            sums = [total * (base / bases[0] if bases[0] else 1.0) for base in bases]
-            return _training(held, state, sums, loss_scale, f"the optimizer in {folder}")
+            what = f"the optimizer in {folder}"
+            if recorded:
+                recorded.check_steps(states, what, remedy)
+                sums, source = (
+                    recorded.for_groups(groups, what, remedy),
+                    f"recorded at {counted(recorded.steps, 'step')}",
+                )
+            else:
+                bases = [_base(group) for group in groups]
+                total = _sum_of_rates(logged, int(found["global_step"]), bases[0], float(groups[0]["lr"]))
+                # The Trainer logs the rate of the first group; the schedule is the same for all.
+                sums = [total * (base / bases[0] if bases[0] else 1.0) for base in bases]
+                source = f"interpolated between {counted(len(logged), 'logged rate')}"
+            return _training(held, state, sums, loss_scale, what, source=source)
         except (MismatchError, InputError):
             raise
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
             raise MismatchError(
                 f"{folder / 'optimizer.pt'} is damaged, or no state of an optimizer: {error!r}"
             ) from None
+
+
+def read_training(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    sums: Callable[[Sequence[Mapping[str, Any]]], Sequence[float]],
+    loss_scale: float,
+    source: str = "",
+) -> Training:
+    """Read an optimizer at the end of a training, with a function that returns the sum of rates of each group."""
+    check_optimizer(optimizer)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [(group, [names.get(id(p)) for p in group["params"]]) for group in optimizer.param_groups]
+    state = {names[id(p)]: one for p, one in optimizer.state.items() if id(p) in names}
+    if any(None in group for _, group in held):
+        raise MismatchError(
+            f"The optimizer has parameters that {type(model).__name__} does not have: pass the model that it "
+            "trained, with the same parameter objects."
+        )
+    what = type(optimizer).__name__
+    return _training(held, state, sums([group for group, _ in held]), loss_scale, what, what, source)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise InputError unless an optimizer is of a kind whose damping is known."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"optimizer must be one of torch.optim, with its state, got {type(optimizer).__name__}. For another "
+            "one give the numbers: eigentrace.Training(lr_sum=..., second_moments={...})."
+        )
+    for group in optimizer.param_groups:
+        _is_adaptive(group, type(optimizer).__name__)
+
+
+def _is_adaptive(group: Mapping[str, Any], what: str) -> bool:
+    """Return whether the optimizer of a group has second moments; raise InputError if it is not known."""
+    is_adaptive = any(name in group for name in _ADAPTIVE)
+    if not is_adaptive and "dampening" not in group:
+        raise InputError(
+            f"{what} is neither SGD nor Adam, AdamW or Adafactor. Give the numbers that it amounts to: "
+            "eigentrace.Training(lr_sum=..., second_moments={...})."
+        )
+    return is_adaptive
+
+
+def _read_state(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except MismatchError:
+        raise
+    except (ValueError, OSError) as error:
+        raise MismatchError(f"{path} cannot be read: it is damaged ({error}). Restore it from a copy.") from None
+
+
+def _recorded(state: Any, path: Path, remedy: str) -> RateSums | None:
+    """Return the sums that `training_callback` left in the state of a Trainer, if it was used to the end."""
+    try:
+        found = recorded_in(state)
+    except (LookupError, TypeError, AttributeError, MismatchError) as error:
+        raise MismatchError(f"{path} is damaged, or not the state of a Trainer ({error!r}). {remedy}") from None
+    if found is None:
+        return None
+    sums, is_earlier = found
+    if is_earlier:
+        warnings.warn(
+            f"{path} has learning rates that were recorded until an earlier step: the training was resumed without "
+            "training_callback. The logged rates are interpolated instead.",
+            EigentraceWarning,
+            stacklevel=3,
+        )
+        return None
+    return RateSums.from_json(sums, f"{path} ({CALLBACK})", remedy)
+
+
+def _logged(state: Any, folder: Path) -> list[tuple[int, float]]:
+    """Return the steps whose learning rates a Trainer logged, with the rates."""
+    try:
+        steps, history = int(state["global_step"]), state["log_history"]
+        logged = [(int(one["step"]), float(one["learning_rate"])) for one in history if "learning_rate" in one]
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise MismatchError(f"{folder} is not a checkpoint of a Trainer, or damaged ({error!r}).") from None
+    if not logged or steps < 1:
+        raise MismatchError(
+            f"{folder / TRAINER_STATE} has no steps with learning rates: none were logged. Train with "
+            "logging_steps set or with callbacks=[eigentrace.training_callback()], or pass their sum: "
+            "eigentrace.Training(lr_sum=...)."
+        )
+    return logged
 
 
 def _read_optimizer(path: Path) -> Any:
@@ -253,18 +338,14 @@ def _training(
     loss_scale: float,
     what: str,
     kind: str = "AdamW",
+    source: str = "",
 ) -> Training:
     """Return the record of groups of named parameters and their states."""
     lr_sum, decay, moments = {}, {}, {}
     momentum, eps = set(), set()
     decoupled = False
     for number, (group, names) in enumerate(held):
-        is_adam = any(name in group for name in _ADAPTIVE)
-        if not is_adam and "dampening" not in group:
-            raise InputError(
-                f"{what} is neither SGD nor Adam, AdamW or Adafactor. Give the numbers that it amounts to: "
-                "eigentrace.Training(lr_sum=..., second_moments={...})."
-            )
+        is_adam = _is_adaptive(group, what)
         momentum.add(0.0 if is_adam else float(group.get("momentum", 0.0)))
         # Adam's group says so in recent versions of torch; the Trainer's Adam is AdamW, and Adafactor decouples too.
         decoupled |= is_adam and bool(group.get("decoupled_weight_decay", kind != "Adam"))
@@ -293,6 +374,7 @@ def _training(
         decay,
         decoupled,
         loss_scale,
+        source,
     )
 
 
