@@ -1,5 +1,7 @@
 """Refined influence, against dense inverses in float64, and what it says about itself."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -71,6 +73,23 @@ def test_blocks_of_queries_that_fit_in_memory_give_the_same_answers(problem):
     few = fitted.refined(train, queries, settings, compute=et.Compute(memory=40 * 8 * task.layout.numel))
     assert torch.allclose(few.scores, whole.scores, rtol=1e-7)
     assert few.num_products > whole.num_products  # queries in other blocks share nothing
+
+
+def test_later_queries_go_on_with_what_was_computed_for_earlier_ones(problem):
+    task, train, queries = problem
+    fitted = et.EKFAC().fit(task, train)
+    settings = et.Refine(3, damping=0.02, sample=None)
+    few = et.Compute(memory=48 * 8 * task.layout.numel)  # four queries at a time
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EigentraceWarning)
+        together = fitted.refined(train, queries, settings, compute=few)
+        x, y = queries[0]
+        parts = [[(x[start : start + 4], y[start : start + 4])] for start in (0, 4, 8)]
+        alone = [fitted.refined(train, part, settings, compute=few) for part in parts]
+    residuals = torch.cat([found.residuals for found in alone])
+    assert together.num_products == sum(found.num_products for found in alone)
+    assert torch.allclose(together.residuals[:4], residuals[:4])
+    assert together.residuals[4:].mean() < 0.8 * residuals[4:].mean()
 
 
 def test_the_curvature_is_that_of_a_sample_of_the_training_examples(problem):

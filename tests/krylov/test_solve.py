@@ -96,3 +96,45 @@ def test_a_matrix_with_negative_curvature_is_refused(system):
     matrix, rough, right = system
     with refused(NumericalError, "positive definite", "damping"):
         solve(lambda rows: rows @ (matrix - 10 * torch.eye(SIZE).double()), lambda rows: rows / rough, right, 30)
+
+
+def test_later_systems_go_on_with_the_space_of_earlier_ones(system):
+    matrix, rough, right = system
+
+    def solved(rows, rounds, **more):
+        return solve(lambda r: r @ matrix, lambda r: r / rough, right[rows], rounds, **more)
+
+    earlier = solved([0, 1, 2], 9)
+    basis, images = earlier.known.basis, earlier.known.images
+    assert len(basis) == earlier.num_products
+    assert torch.allclose(basis @ basis.T, torch.eye(len(basis)).double(), atol=1e-9)
+    assert torch.allclose(images, basis @ matrix)
+    exact = torch.linalg.solve(matrix, right[3])
+    anew, further = solved([3], 4), solved([3], 4, known=earlier.known)
+
+    def error(found):  # in the norm of the matrix
+        gap = found.vectors[0] - exact
+        return float(gap @ matrix @ gap)
+
+    assert anew.num_products == further.num_products == 4
+    assert error(further) < 0.8 * error(anew)
+    # One product less: the same from the space and three products.
+    assert torch.allclose(further.before, solved([3], 3, known=earlier.known).vectors, rtol=1e-6)
+    # Systems that are solved already take no product.
+    again = solved([1], 9, known=solved([1], 60).known, tolerance=1e-9)
+    assert again.num_products == 0
+    assert torch.allclose(again.vectors[0], torch.linalg.solve(matrix, right[1]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("room", [4, 12, 20, 40])
+def test_no_more_is_taken_from_an_earlier_space_than_there_is_room_for(system, room):
+    matrix, rough, right = system
+    known, held = solve(lambda r: r @ matrix, lambda r: r / rough, right, 12).known, []
+
+    def multiply(rows):
+        held.append(len(rows))
+        return rows @ matrix
+
+    found = solve(multiply, lambda r: r / rough, right[:2], 4, room=room, known=known)
+    assert torch.isfinite(found.vectors).all()
+    assert 2 * len(found.known.basis) <= max(room, 2 * sum(held))

@@ -180,7 +180,8 @@ class Fitted(ABC):
     ) -> Refined:
         """Score by solving with the curvature of the training examples, and report how far the scores have settled.
 
-        All queries that fit in memory together share a Krylov space, preconditioned by this fit.
+        All queries that fit in memory together share a Krylov space, preconditioned by this fit; those after them go on
+        with it.
 
         Args:
             train: The training examples to score.

@@ -13,7 +13,7 @@ from eigentrace.data import Data
 from eigentrace.errors import EigentraceWarning, InputError
 from eigentrace.fits.solved_scores import solved_scores
 from eigentrace.fits.weighted_directions import Norm
-from eigentrace.krylov.solve import Rows, Solution, solve
+from eigentrace.krylov.solve import PLANNED_ROUNDS, Known, Rows, Solution, solve
 from eigentrace.numeric.rank_correlation import spearman
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.projection.engine import Compute
@@ -117,6 +117,8 @@ def refined(
     """
     damping, is_guess = _damping(task, settings, mean)
     solutions: list[Solution] = []
+    # The space of the queries so far, which those after them go on with.
+    spaces: list[Known] = []
     with task.session():
         rows = None if settings.sample is None else whole.sample(settings.sample, generator_of(settings.seed))
         curvature = Curvature(task, whole, rows, resolve_kind(settings.curvature, task))
@@ -130,12 +132,20 @@ def refined(
 
         def solved(right: Tensor) -> Tensor:  # (q, P) -> (2q, P)
             found = solve(
-                lambda v: curvature.matmat(v) + damping * v, precondition, right, rounds, tolerance=tolerance, room=room
+                lambda v: curvature.matmat(v) + damping * v,
+                precondition,
+                right,
+                rounds,
+                tolerance=tolerance,
+                room=room,
+                known=spaces.pop() if spaces else None,
             )
-            solutions.append(found)
+            if rounds <= PLANNED_ROUNDS:  # more would soon fill the room with this space and those of others
+                spaces.append(found.known)
+            solutions.append(replace(found, known=Known(right[:0], right[:0])))
             return torch.cat([found.vectors, found.before])
 
-        at_once = max(1, room // (2 * min(rounds, 8) + _BESIDES))
+        at_once = max(1, room // (2 * min(rounds, PLANNED_ROUNDS) + _BESIDES))
         scores, before = solved_scores(
             task, solved, train, queries, norm=norm, compute=compute, each=2, most=at_once * vector
         )

@@ -16,6 +16,18 @@ Rows = Callable[[Tensor], Tensor]  # (q, P) -> (q, P)
 _MOST_STALLED = 100
 
 
+# Number of rounds that vectors are stored for; more may need the space to be rebuilt.
+PLANNED_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Known:
+    """Orthonormal vectors, and their products with the matrix."""
+
+    basis: Tensor  # (r, P)
+    images: Tensor  # (r, P)
+
+
 @dataclass(frozen=True)
 class Solution:
     """The solutions of a block of systems."""
@@ -25,10 +37,19 @@ class Solution:
     residuals: Tensor  # (q,) ‖g − (A + D)x‖ / ‖g‖
     rounds: int
     num_products: int
+    known: Known
+    """The space, in which systems with other right-hand sides may begin."""
 
 
 def solve(
-    multiply: Rows, precondition: Rows, right: Tensor, rounds: int, *, tolerance: float = 0.0, room: int = 2**62
+    multiply: Rows,
+    precondition: Rows,
+    right: Tensor,
+    rounds: int,
+    *,
+    tolerance: float = 0.0,
+    room: int = 2**62,
+    known: Known | None = None,
 ) -> Solution:
     """Find x in the span of all preconditioned residuals so far, such that the residual is orthogonal to that span.
 
@@ -43,10 +64,15 @@ def solve(
         tolerance: Relative residual at which to end.
         room: Number of vectors (P,) to store besides the right-hand sides; at fewer than needed, the space is rebuilt
             from the current residuals.
+        known: The space of an earlier solve with the same matrix, of which as much is used as there is room for.
     """
     sizes = right.norm(dim=1).clamp_min(torch.finfo(right.dtype).tiny)
     x, residual, before = torch.zeros_like(right), right, precondition(right)
     space = _Space(right)
+    if known is not None and (most := room // 2 - min(rounds, PLANNED_ROUNDS) * len(right)) > 0:
+        space.add(known.basis[:most], known.images[:most])
+        x, residual = space.solution()
+        before = x
     done = products = stalled = 0
     lowest = math.inf
     for _ in range(rounds):
@@ -64,7 +90,7 @@ def solve(
         before = x if done else before
         x, residual = space.solution()
         done, products = done + 1, products + len(new)
-    return Solution(x, before, residual.norm(dim=1) / sizes, done, products)
+    return Solution(x, before, residual.norm(dim=1) / sizes, done, products, Known(space.basis, space.images))
 
 
 class _Space:
