@@ -120,9 +120,7 @@ def refined(
     # The space of the queries so far, which those after them go on with.
     spaces: list[Known] = []
     with task.session():
-        rows = None if settings.sample is None else whole.sample(settings.sample, generator_of(settings.seed))
-        curvature = Curvature(task, whole, rows, resolve_kind(settings.curvature, task))
-        curvature = replace(curvature, form=working_form(curvature, curvature.first_batch()))
+        curvature = _curvature(task, whole, settings)
         precondition = preconditioner(damping)
         vector = task.layout.numel * task.layout.dtype.itemsize
         room = max(4, compute.budget(task.layout.device) // vector)
@@ -158,6 +156,12 @@ def refined(
     )
     _warn_unless_settled(found, settings, tolerance)
     return found
+
+
+def _curvature(task: Task, whole: Data, settings: Refine) -> Curvature:
+    rows = None if settings.sample is None else whole.sample(settings.sample, generator_of(settings.seed))
+    curvature = Curvature(task, whole, rows, resolve_kind(settings.curvature, task))
+    return replace(curvature, form=working_form(curvature, curvature.first_batch()))
 
 
 def _damping(task: Task, settings: Refine, mean: float) -> tuple[Tensor, bool]:  # (P,)
