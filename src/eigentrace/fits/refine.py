@@ -13,7 +13,7 @@ from eigentrace.data import Data
 from eigentrace.errors import EigentraceWarning, InputError
 from eigentrace.fits.solved_scores import solved_scores
 from eigentrace.fits.weighted_directions import Norm
-from eigentrace.krylov.solve import PLANNED_ROUNDS, Known, Rows, Solution, solve
+from eigentrace.krylov.solve import PLANNED_ROUNDS, Known, Rows, solve
 from eigentrace.numeric.rank_correlation import spearman
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.projection.engine import Compute
@@ -116,46 +116,68 @@ def refined(
         compute: Engine, precision, memory and batch size of the passes.
     """
     damping, is_guess = _damping(task, settings, mean)
-    solutions: list[Solution] = []
-    # The space of the queries so far, which those after them go on with.
-    spaces: list[Known] = []
+    converges = settings.rounds == "converged"
+    tolerance = _TOLERANCE[task.layout.dtype] if converges else 0.0
     with task.session():
         curvature = _curvature(task, whole, settings)
-        precondition = preconditioner(damping)
         vector = task.layout.numel * task.layout.dtype.itemsize
-        room = max(4, compute.budget(task.layout.device) // vector)
-        converges = settings.rounds == "converged"
-        rounds = _MOST_ROUNDS if converges else int(settings.rounds)
-        tolerance = _TOLERANCE[task.layout.dtype] if converges else 0.0
-
-        def solved(right: Tensor) -> Tensor:  # (q, P) -> (2q, P)
-            found = solve(
-                lambda v: curvature.matmat(v) + damping * v,
-                precondition,
-                right,
-                rounds,
-                tolerance=tolerance,
-                room=room,
-                known=spaces.pop() if spaces else None,
-            )
-            if rounds <= PLANNED_ROUNDS:  # more would soon fill the room with this space and those of others
-                spaces.append(found.known)
-            solutions.append(replace(found, known=Known(right[:0], right[:0])))
-            return torch.cat([found.vectors, found.before])
-
-        at_once = max(1, room // (2 * min(rounds, PLANNED_ROUNDS) + _BESIDES))
-        scores, before = solved_scores(
-            task, solved, train, queries, norm=norm, compute=compute, each=2, most=at_once * vector
+        solver = _Solver(
+            lambda v: curvature.matmat(v) + damping * v,
+            preconditioner(damping),
+            _MOST_ROUNDS if converges else int(settings.rounds),
+            tolerance,
+            max(4, compute.budget(task.layout.device) // vector),
         )
+        most = solver.at_once * vector
+        scores, before = solved_scores(task, solver, train, queries, norm=norm, compute=compute, each=2, most=most)
     found = Refined(
         scores,
-        torch.cat([one.residuals for one in solutions]).cpu(),
+        torch.cat(solver.residuals).cpu(),
         torch.from_numpy(spearman(scores.double().numpy(), before.double().numpy())),
-        sum(one.num_products for one in solutions),
+        solver.num_products,
         is_guess,
     )
     _warn_unless_settled(found, settings, tolerance)
     return found
+
+
+@dataclass
+class _Solver:
+    """Solves for one block of gradients after another, and collects what is reported about them."""
+
+    multiply: Rows
+    precondition: Rows
+    rounds: int
+    tolerance: float
+    room: int
+    """Number of vectors (P,) that fit in memory."""
+    residuals: list[Tensor] = field(default_factory=list)
+    num_products: int = 0
+    known: Known | None = None
+    """The space of the block before, which the next one goes on with."""
+
+    @property
+    def at_once(self) -> int:
+        """Number of gradients in a block."""
+        return max(1, self.room // (2 * min(self.rounds, PLANNED_ROUNDS) + _BESIDES))
+
+    def __call__(self, right: Tensor) -> Tensor:  # (q, P) -> (2q, P)
+        """Return the solutions, and those of one round less."""
+        known, self.known = self.known, None
+        found = solve(
+            self.multiply,
+            self.precondition,
+            right,
+            self.rounds,
+            tolerance=self.tolerance,
+            room=self.room,
+            known=known,
+        )
+        if self.rounds <= PLANNED_ROUNDS:  # more would soon fill the room with this space and those of others
+            self.known = found.known
+        self.residuals.append(found.residuals)
+        self.num_products += found.num_products
+        return torch.cat([found.vectors, found.before])
 
 
 def _curvature(task: Task, whole: Data, settings: Refine) -> Curvature:
