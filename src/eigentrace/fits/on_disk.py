@@ -103,7 +103,7 @@ def read_eigenpairs(path: Path, manifest: dict[str, Any], layout: Layout) -> Eig
 
 def read_relative_pairs(path: Path, manifest: dict[str, Any], layout: Layout) -> RelativePairs:
     """Read the eigenpairs of a saved fit that correct its metric."""
-    found = read_pairs(read_tensors(path / EIGENPAIRS), manifest["relative"])
+    found = read_pairs(read_tensors(path / EIGENPAIRS), manifest["relative"], layout.device)
     count = len(found.spectrum.eigenvalues)
     directions = _directions_of({"directions": found.directions}, "directions", count, layout)
     on_host = manifest["method"].get("basis", {}).get("place") == "host"

@@ -1,5 +1,6 @@
 """Eigenpairs of the curvature relative to a metric, which correct the inverse of the metric."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,12 +8,14 @@ import torch
 from torch import Tensor
 
 from eigentrace.fits.kronecker_metric import KroneckerMetric
-from eigentrace.krylov.eigenpairs import Spectrum, with_fixed_signs
+from eigentrace.krylov.eigenpairs import Spectrum, orthonormal, with_fixed_signs
 from eigentrace.krylov.iterate import Ending, Krylov, ritz
 from eigentrace.krylov.solve import Rows
 
 # Smallest μ by which is divided. Rounding of a product is a larger share of smaller ones.
 _FLOOR = 1e-3
+# Number of directions that are converted at a time.
+_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class RelativePairs:
     directions: Tensor  # U (K, P), in the type and place of the basis of the iteration
     spectrum: Spectrum
     """The eigenvalues μ (K,), by descending |log μ|, and how the iteration ended."""
+    device: torch.device
+    """Where the model is."""
 
     @property
     def weights(self) -> Tensor:  # (K,) float64
@@ -38,14 +43,16 @@ class RelativePairs:
 
     def correction(self, rows: Tensor) -> Tensor:  # (q, P) -> (q, P)
         """Multiply rows by the correction of the inverse of the metric."""
-        directions = self.directions.to(rows)
-        return (rows @ directions.T * self.weights.to(rows)) @ directions
+        total = torch.zeros_like(rows)
+        for part, weights in zip(self._blocks(rows), self.weights.to(rows).split(_AT_ONCE), strict=True):
+            total += (rows @ part.T * weights) @ part
+        return total
 
     def damped(self, added: float) -> "RelativePairs":
         """Return the pairs in the same span for a damping that is larger by `added`."""
-        gram = self._products(lambda rows: rows)
-        identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        matrix = torch.diag(self.spectrum.eigenvalues.to(gram)) + added * gram
+        gram = self._products(lambda rows: rows).cpu()
+        identity = torch.eye(len(gram), dtype=gram.dtype)
+        matrix = torch.diag(self.spectrum.eigenvalues) + added * gram
         return self._solved(matrix, identity + added * gram)
 
     def preconditioner(self, metric: KroneckerMetric, damping: float, extra: Tensor) -> Rows:
@@ -56,17 +63,29 @@ class RelativePairs:
             damping: δ of the pairs.
             extra: D (P,).
         """
-        matrix = torch.diag(self.spectrum.eigenvalues.to(extra.device))
-        matrix = matrix + self._products(lambda rows: (extra - damping) * rows)
-        found = self._solved(matrix, self._products(lambda rows: metric.times(rows, 0.0)))
+        matrix = torch.diag(self.spectrum.eigenvalues) + self._products(lambda rows: (extra - damping) * rows).cpu()
+        found = self._solved(matrix, self._products(lambda rows: metric.times(rows, 0.0)).cpu())
         return lambda rows: metric.inverse(rows, 0.0) + found.correction(rows)
 
     def _products(self, multiply: Rows) -> Tensor:  # (K, K) float64
         """Return U A Uᵀ of a symmetric matrix A, which multiplies rows."""
-        working = torch.promote_types(self.directions.dtype, torch.float32)
-        rows = [multiply(direction[None].to(working)) @ self.directions.to(working).T for direction in self.directions]
-        found = torch.cat(rows).double()
+        like = self._like
+        rows = []
+        for part in self._blocks(like):
+            images = multiply(part)
+            rows.append(torch.cat([images @ other.T for other in self._blocks(like)], dim=1).double())
+        found = torch.cat(rows)
         return (found + found.T) / 2
+
+    @property
+    def _like(self) -> Tensor:
+        """An empty tensor of the type to compute in."""
+        return torch.empty(0, dtype=torch.promote_types(self.directions.dtype, torch.float32), device=self.device)
+
+    def _blocks(self, like: Tensor) -> Iterator[Tensor]:  # (k, P)
+        """Yield the directions in the type and place of a tensor, some at a time: all may not fit in memory twice."""
+        for part in self.directions.split(_AT_ONCE):
+            yield part.to(like.device, like.dtype)
 
     def _solved(self, matrix: Tensor, metric: Tensor) -> "RelativePairs":
         """Return the pairs of the projections of two matrices on the span."""
@@ -76,13 +95,17 @@ class RelativePairs:
         values, vectors = torch.linalg.eigh((whitened + whitened.T) / 2)
         order = _strength(values).argsort(descending=True)
         mix = torch.linalg.solve_triangular(lower.T, vectors[:, order], upper=True).T  # (K, K)
-        working = torch.promote_types(self.directions.dtype, torch.float32)
-        rows = mix.to(working) @ self.directions.to(mix.device, working)
+        like = self._like
+        rows = torch.zeros(self.directions.shape, dtype=like.dtype, device=like.device)
+        for part, columns in zip(self._blocks(like), mix.to(like).split(_AT_ONCE, dim=1), strict=True):
+            rows += columns @ part
         return self._of(with_fixed_signs(rows.to(self.directions)), values[order].cpu(), None)
 
     def _of(self, directions: Tensor, values: Tensor, index: slice | None) -> "RelativePairs":
         residuals = None if index is None or self.spectrum.residuals is None else self.spectrum.residuals[index]
-        return RelativePairs(directions, replace(self.spectrum, eigenvalues=values, residuals=residuals))
+        return replace(
+            self, directions=directions, spectrum=replace(self.spectrum, eigenvalues=values, residuals=residuals)
+        )
 
     def record(self) -> dict[str, Any]:
         """Return how the iteration ended, as JSON values."""
@@ -102,21 +125,21 @@ def relative_pairs(krylov: Krylov, metric: KroneckerMetric, damping: float, keep
     theta, S, residuals = ritz(krylov)
     order = _strength(theta).argsort(descending=True)[:keep]
     vectors = krylov.vectors
-    vectors.mix(S[:, order].T)
+    vectors.mix(orthonormal(S[:, order].T, vectors.gram(krylov.size)))
     directions = vectors.release(len(order))
     for row in directions:  # one by one: a copy of all may not fit in memory
         whole = row[None].to(vectors.device, vectors.working)
         row.copy_(metric.root(whole, damping)[0])
     bounds = None if residuals is None else residuals[order].clone()
     spectrum = Spectrum(theta[order].clone(), bounds, krylov.ending, krylov.num_products)
-    return RelativePairs(with_fixed_signs(directions), spectrum)
+    return RelativePairs(with_fixed_signs(directions), spectrum, vectors.device)
 
 
-def read_pairs(tensors: dict[str, Tensor], record: dict[str, Any]) -> RelativePairs:
+def read_pairs(tensors: dict[str, Tensor], record: dict[str, Any], device: torch.device) -> RelativePairs:
     """Restore pairs from `tensors` and `record`."""
     ending, products = Ending[record["ending"]], int(record["num_products"])
     spectrum = Spectrum(tensors["eigenvalues"], tensors.get("residuals"), ending, products)
-    return RelativePairs(tensors["directions"], spectrum)
+    return RelativePairs(tensors["directions"], spectrum, device)
 
 
 def _strength(values: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def top_eigenpairs(krylov: Krylov, keep: int) -> Eigenpairs:
             "or use a gradient method such as TracIn."
         )
     vectors = krylov.vectors
-    vectors.mix(_orthonormal(S[:, :count].T, vectors.gram(krylov.size)))
+    vectors.mix(orthonormal(S[:, :count].T, vectors.gram(krylov.size)))
     directions = with_fixed_signs(vectors.release(count))
     spectrum = Spectrum(
         eigenvalues=theta[:count].clone(),
@@ -102,7 +102,7 @@ def with_fixed_signs(directions: Tensor) -> Tensor:  # (K, P) -> (K, P), in plac
     return directions
 
 
-def _orthonormal(coefficients: Tensor, gram: Tensor) -> Tensor:  # (K, m), (m, m) -> (K, m)
+def orthonormal(coefficients: Tensor, gram: Tensor) -> Tensor:  # (K, m), (m, m) -> (K, m)
     """Correct the coefficients of combinations of vectors, given their Gram matrix, to be orthonormal."""
     products = coefficients @ gram @ coefficients.T
     if (products - torch.eye(len(products), dtype=gram.dtype)).abs().max() < _GRAM_TOL:

@@ -237,6 +237,7 @@ class Arnoldi:
         with task.session(), self._opened(resume, task, data, size, generator) as saved:
             krylov = self._krylov(task, data, generator, saved, whitened)
             pairs = relative_pairs(krylov, metric, damping, self.keep)
+        warn_unless_convex(pairs.spectrum)
         settings = settings_of(self) | {"basis": self.basis.record()}
         settings |= {name: whole.method[name] for name in ("examples", "draws", "unrotated")} | {"damping": damping}
         return replace(whole, method=settings, pairs=pairs, damping=damping)
