@@ -1,7 +1,7 @@
 """Eigenpairs of the curvature relative to a metric, which correct the inverse of the metric."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class RelativePairs:
     of the metric along all others.
     """
 
-    directions: Tensor  # U (K, P), in the type and place of the basis of the iteration
+    directions: Tensor = field(repr=False)  # U (K, P), in the type and place of the basis of the iteration
     spectrum: Spectrum
     """The eigenvalues μ (K,), by descending |log μ|, and how the iteration ended."""
     device: torch.device
