@@ -70,7 +70,9 @@ MADE = {
     ("Fit", "shaped", 4): lambda m: et.Arnoldi(12, 3, tail="shaped", coordinates=4).fit(m.task, m.data),
     ("Fit", "Lissa", 51): lambda m: et.Lissa(depth=5).fit(m.task, m.data),
     ("Fit", "EKFAC", 51, "δ", ROWS): lambda m: et.EKFAC().fit(m.task, m.data),
-    ("Fit", "Arnoldi", 3, 51, "EK-FAC", ROWS): lambda m: et.Arnoldi(12, 3, tail="ekfac").fit(m.task, m.data),
+    ("Fit", "Arnoldi", 3, 51, "EK-FAC", ROWS): lambda m: et.Arnoldi(12, 3, tail="ekfac").fit(
+        et.classification(m.model, training=et.Training(30.0)), m.data
+    ),
     ("KroneckerMetric", 51): lambda m: et.EKFAC().fit(m.task, m.data).metric,
     ("EKFAC", "damping=0.1"): lambda m: et.EKFAC(damping=0.1),
     ("Fit", "TracIn", 4): lambda m: et.TracIn(m.states).fit(m.task, m.data),

@@ -9,7 +9,7 @@ import eigentrace as et
 from eigentrace.errors import ConvergenceWarning, InputError, NumericalError, PrecisionWarning
 from eigentrace.fits.cut import Cut
 from eigentrace.fits.weighted_directions import weigh
-from eigentrace.krylov.eigenpairs import Spectrum, _orthonormal, top_eigenpairs, warn_unless_converged
+from eigentrace.krylov.eigenpairs import Spectrum, orthonormal, top_eigenpairs, warn_unless_converged
 from eigentrace.krylov.iterate import Ending, lanczos
 from eigentrace.krylov.vectors import Basis
 from tests.helpers.expecting import refused, warned
@@ -32,14 +32,14 @@ def test_the_largest_magnitudes_are_kept_whatever_their_sign():
     assert torch.allclose(A @ found.directions.T, found.directions.T * found.spectrum.eigenvalues, atol=1e-12)
 
 
-def test_directions_are_orthonormal_and_signs_deterministic():
+def test_directions_areorthonormal_and_signs_deterministic():
     _, found = distilled([8.0, 5.0, 3.0, 2.0, 1.0, 0.5, 0.2], keep=5)
     G = found.directions
     assert torch.allclose(G @ G.T, torch.eye(5).double(), atol=1e-12)
     assert (G.gather(1, G.abs().argmax(dim=1, keepdim=True)) > 0).all()
 
 
-def test_directions_from_a_bf16_basis_are_orthonormal_again():
+def test_directions_from_a_bf16_basis_areorthonormal_again():
     values = [0.9**i for i in range(60)]
     A = matrix(values, torch.float32)
     krylov = lanczos(A.matmul, torch.randn(60), 40, basis=Basis(dtype="bf16"))
@@ -49,13 +49,13 @@ def test_directions_from_a_bf16_basis_are_orthonormal_again():
     assert (G.double() @ G.double().T - torch.eye(10)).abs().max() < 2**-8
 
 
-def test_the_correction_makes_directions_orthonormal():
+def test_the_correction_makes_directionsorthonormal():
     W, C = torch.randn(6, 30, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
-    directions = _orthonormal(C, W @ W.T) @ W
+    directions = orthonormal(C, W @ W.T) @ W
     assert torch.allclose(directions @ directions.T, torch.eye(4).double(), atol=1e-12)
     Q = torch.linalg.qr(torch.randn(30, 6, dtype=torch.float64))[0].T
     eye = torch.eye(6).double()
-    assert torch.equal(_orthonormal(eye, Q @ Q.T), eye)  # nothing to correct
+    assert torch.equal(orthonormal(eye, Q @ Q.T), eye)  # nothing to correct
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
