@@ -374,3 +374,33 @@ def test_a_damaged_record_is_refused_before_a_training_goes_on(trained, tmp_path
         (place / "trainer_state.json").write_text(json.dumps(state))
         with refused(MismatchError, "trainer_state.json", 5, CALLBACK):
             train(tmp_path, [et.training_callback()], str(place))
+
+
+def test_steps_of_an_optimizer_that_was_loaded_are_missed_and_said():
+    def step(optimizer):
+        weight.grad = torch.ones(2)
+        optimizer.step()
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.01, momentum=0.9)
+    earlier = et.TrainingRecord(optimizer)
+    for _ in range(5):
+        step(optimizer)
+    model = torch.nn.ParameterDict({"w": weight})
+    again = torch.optim.SGD([weight], lr=0.01, momentum=0.9)
+    record = et.TrainingRecord(again)
+    again.load_state_dict(optimizer.state_dict())
+    step(again)
+    with refused(MismatchError, "had taken steps"):
+        record.training(model)
+    for order in ("record first", "optimizer first"):
+        again = torch.optim.SGD([weight], lr=0.01, momentum=0.9)
+        record = et.TrainingRecord(again)
+        if order == "record first":
+            record.load_state_dict(earlier.state_dict())
+        again.load_state_dict(optimizer.state_dict())
+        if order == "optimizer first":
+            record.load_state_dict(earlier.state_dict())
+        step(again)
+        assert record.lr_sums == pytest.approx([0.06])
+        assert record.training(model).momentum == 0.9

@@ -60,7 +60,7 @@ class EKFACFit(Fitted):
     def damped(self, damping: float) -> "EKFACFit":
         """Return the same fit with another damping, without recomputation."""
         check_above_zero(damping=damping)
-        pairs = None if self.pairs is None else self.pairs.damped(float(damping) - self.damping)
+        pairs = None if self.pairs is None else self.pairs.damped(self.metric, self.damping, float(damping))
         return replace(self, damping=float(damping), method=self.method | {"damping": float(damping)}, pairs=pairs)
 
     def _spectrum(self) -> Spectrum:

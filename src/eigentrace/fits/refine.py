@@ -13,7 +13,7 @@ from eigentrace.data import Data
 from eigentrace.errors import EigentraceWarning, InputError
 from eigentrace.fits.solved_scores import solved_scores
 from eigentrace.fits.weighted_directions import Norm
-from eigentrace.krylov.solve import PLANNED_ROUNDS, Known, Rows, solve
+from eigentrace.krylov.solve import PLANNED_ROUNDS, Known, Rows, held, solve
 from eigentrace.numeric.rank_correlation import spearman
 from eigentrace.numeric.seeding import generator_of
 from eigentrace.projection.engine import Compute
@@ -161,9 +161,12 @@ class _Solver:
         """Number of gradients in a block."""
         return max(1, self.room // (2 * min(self.rounds, PLANNED_ROUNDS) + _BESIDES))
 
+    def _taken(self) -> Known | None:
+        known, self.known = self.known, None
+        return known
+
     def __call__(self, right: Tensor) -> Tensor:  # (q, P) -> (2q, P)
         """Return the solutions, and those of one round less."""
-        known, self.known = self.known, None
         found = solve(
             self.multiply,
             self.precondition,
@@ -171,10 +174,11 @@ class _Solver:
             self.rounds,
             tolerance=self.tolerance,
             room=self.room,
-            known=known,
+            known=self._taken,
         )
         if self.rounds <= PLANNED_ROUNDS:  # more would soon fill the room with this space and those of others
-            self.known = found.known
+            most = held(self.room, self.rounds, len(right))
+            self.known = Known(found.known.basis[:most].clone(), found.known.images[:most].clone())
         self.residuals.append(found.residuals)
         self.num_products += found.num_products
         return torch.cat([found.vectors, found.before])

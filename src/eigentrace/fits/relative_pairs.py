@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eigentrace.errors import NumericalError
 from eigentrace.fits.kronecker_metric import KroneckerMetric
 from eigentrace.krylov.eigenpairs import Spectrum, orthonormal, with_fixed_signs
 from eigentrace.krylov.iterate import Ending, Krylov, ritz
@@ -14,6 +15,9 @@ from eigentrace.krylov.solve import Rows
 
 # Smallest μ by which is divided. Rounding of a product is a larger share of smaller ones.
 _FLOOR = 1e-3
+# Share of the longest combination of vectors below which one is rounding.
+_DEPENDENT = 1e-6
+_FEWER = "Use fewer steps, or Basis(dtype='fp32')."
 # Number of directions that are converted at a time.
 _AT_ONCE = 16
 
@@ -48,12 +52,16 @@ class RelativePairs:
             total += (rows @ part.T * weights) @ part
         return total
 
-    def damped(self, added: float) -> "RelativePairs":
-        """Return the pairs in the same span for a damping that is larger by `added`."""
-        gram = self._products(lambda rows: rows).cpu()
-        identity = torch.eye(len(gram), dtype=gram.dtype)
-        matrix = torch.diag(self.spectrum.eigenvalues) + added * gram
-        return self._solved(matrix, identity + added * gram)
+    def damped(self, metric: KroneckerMetric, damping: float, other: float) -> "RelativePairs":
+        """Return the pairs in the same span for another damping.
+
+        Args:
+            metric: M.
+            damping: δ of the pairs.
+            other: The other one.
+        """
+        matrix = torch.diag(self.spectrum.eigenvalues) + (other - damping) * self._products(lambda rows: rows).cpu()
+        return self._solved(matrix, self._products(lambda rows: metric.times(rows, other)).cpu())
 
     def preconditioner(self, metric: KroneckerMetric, damping: float, extra: Tensor) -> Rows:
         """Return the multiplication by an approximate inverse of H + D, for a diagonal D.
@@ -89,7 +97,9 @@ class RelativePairs:
 
     def _solved(self, matrix: Tensor, metric: Tensor) -> "RelativePairs":
         """Return the pairs of the projections of two matrices on the span."""
-        lower = torch.linalg.cholesky(metric)
+        lower, failed = torch.linalg.cholesky_ex(metric)
+        if int(failed):
+            raise NumericalError(f"The directions of the fit are not independent to their precision. {_FEWER}")
         half = torch.linalg.solve_triangular(lower, matrix, upper=False)
         whitened = torch.linalg.solve_triangular(lower, half.T, upper=False)
         values, vectors = torch.linalg.eigh((whitened + whitened.T) / 2)
@@ -118,14 +128,19 @@ class RelativePairs:
 
 
 def relative_pairs(krylov: Krylov, metric: KroneckerMetric, damping: float, keep: int) -> RelativePairs:
-    """Return the pairs of largest |log μ| from an iteration with (M + δ)^-½ (H + δ) (M + δ)^-½.
+    """Return the pairs of largest |log μ| from an iteration with (M + δ)^-½ (H + δ) (M + δ)^-½ − 1.
 
     The basis is overwritten by the directions.
     """
     theta, S, residuals = ritz(krylov)
+    theta = theta + 1
     order = _strength(theta).argsort(descending=True)[:keep]
     vectors = krylov.vectors
-    vectors.mix(orthonormal(S[:, order].T, vectors.gram(krylov.size)))
+    coefficients, gram = S[:, order].T, vectors.gram(krylov.size)
+    lengths = torch.linalg.eigvalsh(coefficients @ gram @ coefficients.T)
+    if not lengths.min() > _DEPENDENT * lengths.max():
+        raise NumericalError(f"The vectors of the iteration are not independent to their precision. {_FEWER}")
+    vectors.mix(orthonormal(coefficients, gram))
     directions = vectors.release(len(order))
     for row in directions:  # one by one: a copy of all may not fit in memory
         whole = row[None].to(vectors.device, vectors.working)

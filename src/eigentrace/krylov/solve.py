@@ -49,7 +49,7 @@ def solve(
     *,
     tolerance: float = 0.0,
     room: int = 2**62,
-    known: Known | None = None,
+    known: Callable[[], Known | None] = lambda: None,
 ) -> Solution:
     """Find x in the span of all preconditioned residuals so far, such that the residual is orthogonal to that span.
 
@@ -64,15 +64,18 @@ def solve(
         tolerance: Relative residual at which to end.
         room: Number of vectors (P,) to store besides the right-hand sides; at fewer than needed, the space is rebuilt
             from the current residuals.
-        known: The space of an earlier solve with the same matrix, of which as much is used as there is room for.
+        known: Returns the space of an earlier solve with the same matrix, of which as much is used as there is room
+            for, or None. Whoever keeps that space besides takes its memory twice.
     """
     sizes = right.norm(dim=1).clamp_min(torch.finfo(right.dtype).tiny)
     x, residual, before = torch.zeros_like(right), right, precondition(right)
     space = _Space(right)
-    if known is not None and (most := room // 2 - min(rounds, PLANNED_ROUNDS) * len(right)) > 0:
-        space.add(known.basis[:most], known.images[:most])
+    begun = known()
+    if begun is not None and (most := held(room, rounds, len(right))) > 0:
+        space.basis, space.images = begun.basis[:most], begun.images[:most]
         x, residual = space.solution()
         before = x
+    del begun
     done = products = stalled = 0
     lowest = math.inf
     for _ in range(rounds):
@@ -91,6 +94,11 @@ def solve(
         x, residual = space.solution()
         done, products = done + 1, products + len(new)
     return Solution(x, before, residual.norm(dim=1) / sizes, done, products, Known(space.basis, space.images))
+
+
+def held(room: int, rounds: int, systems: int) -> int:
+    """Return the number of vectors of an earlier space that there is room for beside those of some rounds."""
+    return max(0, room // 2 - (min(rounds, PLANNED_ROUNDS) + 1) * systems)
 
 
 class _Space:

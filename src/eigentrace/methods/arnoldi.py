@@ -222,7 +222,7 @@ class Arnoldi:
     def _fit_in_metric(
         self, task: Task, data: Data, size: int, generator: torch.Generator, resume: str | Path | None
     ) -> EKFACFit:
-        """Iterate with (M + δ)^-½ (H + δ) (M + δ)^-½, where M is the metric of EK-FAC."""
+        """Iterate with (M + δ)^-½ (H + δ) (M + δ)^-½ − 1, where M is the metric of EK-FAC."""
         whole = EKFAC(self.sample, seed=self.seed).fit(task, data, num_train=size)
         metric = whole.metric
         damping = scalar_damping(task, metric.mean, "this fit", "use fitted.damped(...)")
@@ -230,7 +230,9 @@ class Arnoldi:
         def whitened(multiply: Matvec) -> Matvec:
             def matvec(v: Tensor) -> Tensor:
                 x = metric.root(v[None], damping)[0]
-                return metric.root((multiply(x) + damping * x)[None], damping)[0]
+                # Less the identity: where EK-FAC is right nothing is left, and the iteration ends instead of amplifying
+                # rounding.
+                return metric.root((multiply(x) + damping * x)[None], damping)[0] - v
 
             return matvec
 
@@ -240,6 +242,8 @@ class Arnoldi:
         warn_unless_convex(pairs.spectrum)
         settings = settings_of(self) | {"basis": self.basis.record()}
         settings |= {name: whole.method[name] for name in ("examples", "draws", "unrotated")} | {"damping": damping}
+        if self.reliability:
+            settings["agreement"] = asdict(rank_agreement(self, task, data))
         return replace(whole, method=settings, pairs=pairs, damping=damping)
 
     def estimate(self, task: Task, data: Any) -> FitEstimate:
@@ -300,7 +304,7 @@ class Arnoldi:
             "losses": _some_losses(task, data),
             "curvature": resolve_kind(self.curvature, task),
             **{name: settings[name] for name in _OF_ITERATION},
-            **({"metric": "ekfac"} if self.tail == "ekfac" else {}),
+            **(_metric_identity(task) if self.tail == "ekfac" else {}),
             **basis,
         }
 
@@ -366,6 +370,12 @@ class Arnoldi:
 def start_vector(task: Task, generator: torch.Generator) -> Tensor:  # (P,)
     """Draw the start vector of an iteration."""
     return normal((task.layout.numel,), generator, task.layout)
+
+
+def _metric_identity(task: Task) -> dict[str, Any]:
+    """Describe the metric that an iteration depends on; a guess of its damping follows from the curvature."""
+    damping = "guess" if task.training is None else f"{scalar_damping(task, 0.0, '', ''):.6g}"
+    return {"metric": "ekfac", "metric damping": damping}
 
 
 def _some_losses(task: Task, data: Data) -> list[float]:

@@ -35,6 +35,12 @@ class TrainingRecord:
         # Its steps so far are not recorded, unless the record of them is loaded.
         self._is_late = bool(self._optimizer.state)
         self._handle = self._optimizer.register_step_post_hook(self._add)
+        self._optimizer.register_load_state_dict_post_hook(self._note_loaded)
+
+    def _note_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that the optimizer has taken steps elsewhere, unless the record of them was loaded before."""
+        if optimizer.state and not self.steps:
+            self._is_late = True
 
     def __repr__(self) -> str:
         sums = " or ".join(f"{value:.4g}" for value in sorted(set(self.lr_sums))[:3])
