@@ -1,7 +1,7 @@
 """Exchanged translations by layers, curvature, K and seeds: where Arnoldi and random projections part.
 
 python -m experiments.translation.mt_layers --small                            # a small grammar, on a CPU
-python -m experiments.translation.mt_layers --data FOLDER --precision bf16     # a quarter of an hour on a GPU
+python -m experiments.translation.mt_layers --data FOLDER --precision bf16     # on a GPU
 python -m experiments.translation.mt_layers --data FOLDER --parts encoder_0    # some of it
 
 The network is that of 2,000 steps and dropout 0.3, trained if `mt_training` has not left it in --cache.
@@ -46,6 +46,7 @@ from experiments.translation.parts.network import (
     ENCODER,
     FIRST,
     NO_EMBEDDING,
+    Network,
     Size,
     load_network,
     needed,
@@ -62,12 +63,6 @@ BLOCKS = {
     DECODER: (DECODER,),
 }
 """What each selection of layers consists of."""
-STARTS_WITH = {
-    EMBEDDING: ("embedding.",),
-    ENCODER: ("encoder.", "last_norms.0."),
-    DECODER: ("decoder.", "last_norms.1."),
-}
-"""How the names of each block's parameters begin."""
 Found = dict[str, Cell]
 """Results by the names of their cells."""
 
@@ -97,7 +92,7 @@ def by_arnoldi(question: Question, layers: str, curvature: str, seed: int) -> Fo
     for keep in KEPT:
         facts: Cell = {"fit_seconds": took, "score_seconds": seconds, "positive": int((values[:keep] > 0).sum())}
         facts |= {"largest": float(values[0]), "smallest": float(values[keep - 1])}
-        facts |= _shares(fitted, keep) if layers == ALL else {}
+        facts |= _shares(network, fitted, keep) if layers == ALL else {}
         scores = (squares[:, :keep] / values[:keep]).sum(axis=1)
         found[cell_of(layers, curvature, keep, seed)] = _judged(question, scores) | facts
         if curvature == ARNOLDI:
@@ -105,12 +100,12 @@ def by_arnoldi(question: Question, layers: str, curvature: str, seed: int) -> Fo
     return found
 
 
-def _shares(fitted: EigenFit, keep: int) -> Cell:
+def _shares(network: Network, fitted: EigenFit, keep: int) -> Cell:
     """Return the parts of the squared lengths of the first K directions that lie in each block of layers."""
     layout, directions = fitted.task.layout, fitted.eigenpairs.directions[:keep]
     sums = {}
-    for block, patterns in STARTS_WITH.items():
-        spans = [layout.span(name) for name in layout.names if name.startswith(patterns)]
+    for block in BLOCKS[ALL]:
+        spans = [layout.span(name) for name in network.task(block).layout.names]
         sums[block] = sum(float(directions[:, span].float().square().sum()) for span in spans)
     total = sum(sums.values())
     return {f"share_{name}": value / total for name, value in sums.items()}

@@ -277,8 +277,7 @@ def measure_memory(session: Session) -> None:
     if all(part.has(name) for name in names.values()):
         return
     network = untrained_network(session)
-    some = np.sort(np.random.default_rng(0).permutation(len(network.train))[:count])
-    data = Ordered.of(network.train.take(some), max(BATCHES)).data
+    data = Ordered.of(network.train.some(count), max(BATCHES)).data
     held: dict[et.RandSelect | et.RandProj, ProjectedFit] = {}
     for (way, size), name in names.items():
         part.cell(name, lambda way=way, size=size: _memory(network, data, way, size, held))  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Choose dropout and number of steps of the translation network by its loss on pairs it has not seen.
 
 python -m experiments.translation.mt_training --small          # a small grammar, on a CPU
-python -m experiments.translation.mt_training --data FOLDER    # five minutes on a GPU, with --workers 3
+python -m experiments.translation.mt_training --data FOLDER    # minutes on a GPU, with --workers 3
 
 The weights with the lowest loss are kept in --cache, where the other experiments on translation find them.
 """
@@ -84,10 +84,7 @@ def _trained(session: Session, recipe: Recipe, every: int) -> Cell:
     train = corpora.pairs("train").to(device)
     sets = {"train": train, **{name: corpora.pairs(name).to(device) for name in ("withheld", "dev")}}
     count = SMALL_PAIRS if session.small else PAIRS
-    some = {
-        name: pairs.take(np.sort(np.random.default_rng(0).permutation(len(pairs))[:count]))
-        for name, pairs in sets.items()
-    }
+    some = {name: pairs.some(count) for name, pairs in sets.items()}
     model = make_transformer(recipe, device, seed=0)
     watched = Watched.of(model, every, some, lambda steps: weights_of(corpora, replace(recipe, steps=steps), train))
     seconds = clocked(lambda: train_transformer(model, train, recipe, 0, after=watched.look), device)

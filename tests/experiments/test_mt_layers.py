@@ -14,7 +14,7 @@ from experiments.translation.mt_layers import BLOCKS, by_arnoldi, by_projections
 from experiments.translation.mt_retrieval import Draw, Question
 from experiments.translation.mt_training import Watched
 from experiments.translation.parts import mt_layers_page
-from experiments.translation.parts.corpora import END, PAD, Pairs
+from experiments.translation.parts.corpora import PAD
 from experiments.translation.parts.mt_layers_page import (
     ARNOLDI,
     GAUSS_NEWTON,
@@ -25,6 +25,7 @@ from experiments.translation.parts.mt_layers_page import (
 )
 from experiments.translation.parts.network import ALL, DECODER, EMBEDDING, ENCODER, LAST, PARAMETERS, Network, Size
 from experiments.translation.parts.transformer import Recipe, held_out, make_transformer, train_transformer
+from tests.helpers.token_pairs import token_pairs
 
 TINY = Recipe(16, 2, 2, words=40, steps=8, tokens=100, warm_up=3)
 KEPT = (2, 4, 8, 12)
@@ -42,15 +43,7 @@ def few_directions():
 
 @pytest.fixture(scope="module")
 def pairs():
-    draw = np.random.default_rng(0)
-    sides = []
-    for _ in range(2):
-        table = np.full((40, 8), PAD, dtype=np.int32)
-        for row, size in zip(table, draw.integers(3, 9, 40), strict=True):
-            row[: size - 1] = draw.integers(4, 40, size - 1)
-            row[size - 1] = END
-        sides.append(torch.from_numpy(table))
-    return Pairs(*sides, np.arange(40))
+    return token_pairs(40, 8, words=40, shortest=3)
 
 
 @pytest.fixture(scope="module")

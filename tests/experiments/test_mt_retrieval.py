@@ -24,7 +24,6 @@ from experiments.translation.mt_retrieval import (
     exchanged,
     with_tail,
 )
-from experiments.translation.parts.corpora import END, PAD, Pairs
 from experiments.translation.parts.mt_retrieval_page import (
     BATCHES,
     PAPER,
@@ -38,6 +37,7 @@ from experiments.translation.parts.network import ALL, KEEPS, LAST, LAYERS, OUR_
 from experiments.translation.parts.transformer import Recipe, make_transformer, train_transformer
 from tests.helpers.drawings import words_on
 from tests.helpers.expecting import refused
+from tests.helpers.token_pairs import token_pairs
 
 TINY = Recipe(16, 2, 2, words=40, steps=10, tokens=100, warm_up=3)
 SIZE = Size(TINY, steps=22, sample=8, tail_steps=22, tail_sample=16, product_batch=8, batch=16)
@@ -46,15 +46,7 @@ DRAW = Draw(16, 4, 2)
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
-    draw = np.random.default_rng(0)
-    sides = []
-    for _ in range(2):
-        table = np.full((40, 8), PAD, dtype=np.int32)
-        for row, size in zip(table, draw.integers(3, 9, 40), strict=True):
-            row[: size - 1] = draw.integers(4, 40, size - 1)
-            row[size - 1] = END
-        sides.append(torch.from_numpy(table))
-    train = Pairs(*sides, np.arange(40))
+    train = token_pairs(40, 8, words=40, shortest=3)
     model = make_transformer(TINY, torch.device("cpu"), 0)
     train_transformer(model, train, TINY, 0)
     return Network(model.eval(), train, SIZE, tmp_path_factory.mktemp("cache") / "net.pt", {"dev": train})

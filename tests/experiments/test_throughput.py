@@ -5,7 +5,6 @@ import json
 import re
 from collections import Counter
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -13,12 +12,9 @@ import torch
 import eigentrace as et
 from experiments.shared.frame import main
 from experiments.translation.parts.corpora import (
-    END,
     FILES,
-    PAD,
     Corpora,
     Ordered,
-    Pairs,
     read_texts,
     small_texts,
     translation_task,
@@ -40,18 +36,12 @@ from experiments.translation.throughput import (
     watched,
     write_scores,
 )
+from tests.helpers.token_pairs import token_pairs
 
 
 @pytest.fixture(scope="module")
 def pairs():
-    draw = np.random.default_rng(0)
-    sides = []
-    for _ in range(2):
-        table = np.full((90, 9), PAD, dtype=np.int32)
-        for row, size in zip(table, draw.integers(2, 10, 90), strict=True):
-            row[: size - 1], row[size - 1] = draw.integers(4, 30, size - 1), END
-        sides.append(torch.from_numpy(table))
-    return Pairs(*sides, np.arange(90))
+    return token_pairs(90, 9, words=30, shortest=2)
 
 
 def test_text_is_read_from_files_and_nothing_kept(tmp_path):

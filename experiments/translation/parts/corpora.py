@@ -123,6 +123,10 @@ class Pairs:
             sides.append(torch.cat([F.pad(side, (0, width - side.shape[1]), value=PAD) for side in (first, second)]))
         return Pairs(sides[0], sides[1], np.arange(len(sides[0])))
 
+    def some(self, count: int) -> "Pairs":
+        """Return a sample of the pairs, the same at every call."""
+        return self.take(np.sort(np.random.default_rng(0).permutation(len(self))[:count]))
+
     @cached_property
     def lengths(self) -> np.ndarray:  # (N,)
         """Number of tokens of each pair's longer side."""

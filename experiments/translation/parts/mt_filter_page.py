@@ -7,7 +7,7 @@ from functools import partial
 from experiments.shared.claims import MissingNumberError, Pair, Place, Records, Sample, order, paired, sample
 from experiments.translation.parts.bleu import SETS
 from experiments.translation.parts.mt_retrieval_page import NETWORKS, network_table
-from experiments.translation.parts.network import OUR_WAY, PAPER_WAY
+from experiments.translation.parts.network import OUR_WAY, PAPER_WAY, part_of
 from experiments.translation.parts.noisy_corpus import CLEAN, KINDS, WITHOUT_VERDICT
 from experiments.translation.parts.selection import (
     LOSS,
@@ -104,7 +104,7 @@ have no sentence in common with the clean ones. Pairs with a side of more than 1
 
 `python -m experiments.translation.mt_filter --data FOLDER --score-precision bf16 --workers 6` runs all of it on a GPU.
 The scores come first and are kept in `--cache`: two minutes on an H200 with the network and the fits of mt_retrieval
-there. The 31 selections, each a part, are then shared among `--workers` processes: 30 trainings, of this page and of
+there. The selections, each a part, are then shared among `--workers` processes: 30 trainings, of this page and of
 [mt_prefiltered](mt_prefiltered.md), six at a time, took 12 minutes, and one alone two. `--seeds` trains on each several
 times; scores stay the same. The scores behind this page lie in [mt_filter_scores](data/mt_filter_scores): where the
 cache has none, selections with `--score-precision bf16` are made by them, without the network. With `--small`, phrases
@@ -190,9 +190,9 @@ def tables(records: Records) -> list[str]:
     if "scores" in records:
         cells = records["scores"]["cells"]
         lines += [*corpus_table(cells), "", *_told(cells.get("languages")), ""]
-    for part, title in NETWORKS.items():
-        if (name := part.replace("retrieval", "scores")) in records:
-            cells = records[name]["cells"]
+    for recipe, title in NETWORKS.items():
+        if (part := part_of("scores", recipe)) in records:
+            cells = records[part]["cells"]
             lines += [f"### {title}", "", *network_table(cells.get("network"), notes), "", *_rankings(cells, notes), ""]
     if "selections" in records:
         record = over_seeds(records["selections"])

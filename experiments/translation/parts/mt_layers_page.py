@@ -4,7 +4,7 @@ from functools import partial
 from statistics import mean, stdev
 
 from experiments.shared.claims import Pair, Records, order, paired, seed_sample
-from experiments.translation.parts.mt_retrieval_page import network_table
+from experiments.translation.parts.mt_retrieval_page import cell_name, network_table
 from experiments.translation.parts.network import ALL, DECODER, EMBEDDING, ENCODER, NO_EMBEDDING
 from harness.measure import Cell
 from harness.plot import Curve, Drawing, curves_svg
@@ -32,21 +32,16 @@ the decoder, with more directions and several seeds. Pairs are drawn as there, i
 VERDICT = ""
 
 
-def row_of(layers: str, method: str, keep: int) -> str:
-    """Return the name of a row."""
-    return f"{layers}, {method}, K={keep}"
-
-
 def cell_of(layers: str, method: str, keep: int, seed: int) -> str:
     """Return the name of a number of one seed."""
-    return f"{row_of(layers, method, keep)}, seed {seed}"
+    return f"{cell_name(layers, method, keep)}, seed {seed}"
 
 
 def _ahead(records: Records, layers: str) -> list[Pair]:
     return [
         paired(
             f"{words}, K = {keep}: ",
-            (seed_sample(records, "layers", row_of(layers, method, keep), key) for method in (ARNOLDI, RAND_PROJ)),
+            (seed_sample(records, "layers", cell_name(layers, method, keep), key) for method in (ARNOLDI, RAND_PROJ)),
         )
         for words, key in _READINGS.items()
         for keep in KEPT
@@ -77,7 +72,9 @@ def _aps(cells: dict[str, Cell], notes: Notes) -> list[str]:
     headings = ("layers, score", *(f"{words}: K = {keep}" for words in _READINGS for keep in KEPT))
     rows = []
     for layers, method in ((layers, method) for layers in SELECTIONS for method in METHODS):
-        numbers = [_over_seeds(cells, row_of(layers, method, keep), key) for key in _READINGS.values() for keep in KEPT]
+        numbers = [
+            _over_seeds(cells, cell_name(layers, method, keep), key) for key in _READINGS.values() for keep in KEPT
+        ]
         if set(numbers) != {"–"}:
             rows.append((f"{layers}, {method}", *numbers))
     loss = [shown(cells.get("loss"), key, ".1f", notes) for key in _READINGS.values()]
@@ -103,7 +100,7 @@ def _directions(cells: dict[str, Cell]) -> list[str]:
     rows = []
     for layers, method in ((layers, method) for layers in SELECTIONS for method in (ARNOLDI, GAUSS_NEWTON)):
         for keep in KEPT:
-            row = row_of(layers, method, keep)
+            row = cell_name(layers, method, keep)
             if _values(cells, row, "positive"):
                 shares = [_values(cells, row, key) for key in keys.values()]
                 numbers = [_over_seeds(cells, row, key, ".3g") for key in ("positive", "largest", "smallest")]
@@ -129,7 +126,7 @@ def figures(records: Records, *, small: bool) -> dict[str, Drawing]:
         for words, key in _READINGS.items():
             curves = []
             for place, method in enumerate(METHODS):
-                found = {keep: _values(cells, row_of(layers, method, keep), key) for keep in KEPT}
+                found = {keep: _values(cells, cell_name(layers, method, keep), key) for keep in KEPT}
                 points = {keep: values for keep, values in found.items() if values}
                 if points:
                     spread = [stdev(values) if len(values) > 1 else 0.0 for values in points.values()]

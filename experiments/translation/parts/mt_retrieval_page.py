@@ -15,7 +15,17 @@ from experiments.shared.claims import (
     order,
     paired,
 )
-from experiments.translation.parts.network import ALL, KEEPS, LAST, LAYERS, OUR_WAY, PAPER_WAY
+from experiments.translation.parts.network import (
+    ALL,
+    CHOSEN,
+    FIRST,
+    KEEPS,
+    LAST,
+    LAYERS,
+    OUR_WAY,
+    PAPER_WAY,
+    part_of,
+)
 from harness.measure import Cell
 from harness.plot import Curve, Drawing, curves_svg
 from harness.record import Notes, memory, millions, shown, table
@@ -40,10 +50,10 @@ PER_METHOD = {"RandSelect": SELECTED, "RandProj": KEEPS, PAPER_WAY: KEEPS, POSIT
 NUMBERS = ("auc", "ap", "mean_auc", "mean_ap")
 BATCHES = (64, 512, 2048)
 NETWORKS = {
-    "retrieval": "The first network: dropout 0.3, 2,000 steps",
-    "retrieval_chosen": "The network with the lowest held-out loss: dropout 0.5, 2,900 steps",
+    FIRST: "The first network: dropout 0.3, 2,000 steps",
+    CHOSEN: "The network with the lowest held-out loss: dropout 0.5, 2,900 steps",
 }
-"""The networks, by the part of their numbers."""
+"""The networks, by their training."""
 WAYS = (
     "RandSelect, K=100, whole gradients",
     "RandSelect, K=100, layer by layer",
@@ -214,8 +224,8 @@ def tables(records: Records) -> list[str]:
     """Return the tables of the network, of every score with the paper's, and of memory."""
     notes = Notes()
     lines: list[str] = []
-    for part, title in NETWORKS.items():
-        if part in records:
+    for recipe, title in NETWORKS.items():
+        if (part := part_of("retrieval", recipe)) in records:
             cells = records[part]["cells"]
             lines += [f"### {title}", "", *network_table(cells.get("network"), notes), "", *_bleu(cells)]
             lines += [*_scores(cells, notes), "", "All numbers in percent.", "", *_times(cells)]

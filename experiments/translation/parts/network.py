@@ -9,7 +9,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-import numpy as np
 import torch
 
 import eigentrace as et
@@ -99,8 +98,7 @@ class Network:
         """Return the quality of the network."""
         facts: Cell = {}
         for where, pairs in {"train": self.train, **self.unseen}.items():
-            some = np.sort(np.random.default_rng(0).permutation(len(pairs))[:4096])
-            facts |= {f"{where}_{key}": value for key, value in held_out(self.model, pairs.take(some)).items()}
+            facts |= {f"{where}_{key}": value for key, value in held_out(self.model, pairs.some(4096)).items()}
         parameters = list(self.model.parameters())
         count = sum(p.numel() for p in parameters)
         facts |= {"parameters": count, "seconds": self.seconds, "pairs": len(self.train)}

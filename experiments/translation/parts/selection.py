@@ -193,7 +193,7 @@ def translations(bench: Bench, rows: np.ndarray, seed: int) -> tuple[dict[int, l
     session, device = bench.session, bench.session.device
     recipe, at = recipe_of(session)
     test = bench.corpora.pairs("test")
-    settings = (recipe, at, seed, bench.corpora.subwords.name, bench.corpus.texts.digest)
+    settings = (recipe, at, seed, LOSS_PAIRS, bench.corpora.subwords.name, bench.corpus.texts.digest)
     path = session.settings.cache / f"{name_of('retrained', settings, torch.from_numpy(rows), test.source)}.npz"
 
     def make() -> None:
@@ -210,8 +210,7 @@ def translations(bench: Bench, rows: np.ndarray, seed: int) -> tuple[dict[int, l
             found[f"lengths {steps}"] = np.array([len(one) for one in guesses], dtype=np.int64)
 
         took = clocked(lambda: train_transformer(model, pairs, recipe, seed, after=look), device)
-        some = np.sort(np.random.default_rng(0).permutation(len(pairs))[:LOSS_PAIRS])
-        facts = {"seconds": took, "train_loss": held_out(model, pairs.take(some))["loss"]}
+        facts = {"seconds": took, "train_loss": held_out(model, pairs.some(LOSS_PAIRS))["loss"]}
         _write(path, found | {key: np.array(value) for key, value in facts.items()})
 
     made_once(path, make)

@@ -102,7 +102,7 @@ def fit(
     method: Annotated[str | None, _of_fit("Attribution method: Arnoldi (default), TracIn, RandProj, Lissa, …")] = None,
     steps: Annotated[int | None, _of_fit("Number of curvature products (200).")] = None,
     keep: Annotated[int | None, _of_fit("Number of directions to keep (50).")] = None,
-    tail: Annotated[str | None, _of_fit("The other directions: auto, shaped, ekfac, none, a number.")] = None,
+    tail: Annotated[str | None, _of_fit("Tail, for directions not kept: auto, shaped, ekfac, none, a number.")] = None,
     coordinates: Annotated[
         str | None, _of_fit("Numbers stored per example for the tail: 1024, or a share of its energy such as 0.9.")
     ] = None,

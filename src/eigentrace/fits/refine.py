@@ -193,8 +193,8 @@ def _curvature(task: Task, whole: Data, settings: Refine) -> Curvature:
 def _damping(task: Task, settings: Refine, mean: float) -> tuple[Tensor, bool]:  # (P,)
     """Return the damping of each parameter, and whether it is a guess."""
     layout = task.layout
-    if settings.damping == "auto" and task.training is not None:
-        return task.training.damping(layout, has_penalty=any(task.l2.values())), False
+    if settings.damping == "auto" and (recorded := recorded_damping(task)) is not None:
+        return recorded, False
     is_guess = settings.damping == "auto"
     value = _guessed(mean, "the refined scores", "set Refine(damping=...)") if is_guess else float(settings.damping)
     return torch.full((layout.numel,), value, dtype=layout.dtype, device=layout.device), is_guess
@@ -209,9 +209,15 @@ def scalar_damping(task: Task, mean: float, what: str, otherwise: str) -> float:
         what: What is damped, for the warning.
         otherwise: What to do besides recording the training, for the warning.
     """
+    found = recorded_damping(task)
+    return _guessed(mean, what, otherwise) if found is None else float(found.double().mean())
+
+
+def recorded_damping(task: Task) -> Tensor | None:  # (P,)
+    """Return the damping of the training for each parameter; None without a record of it."""
     if task.training is None:
-        return _guessed(mean, what, otherwise)
-    return float(task.training.damping(task.layout, has_penalty=any(task.l2.values())).double().mean())
+        return None
+    return task.training.damping(task.layout, has_penalty=any(task.l2.values()))
 
 
 def _guessed(mean: float, what: str, otherwise: str) -> float:

@@ -27,7 +27,7 @@ from eigentrace.fits.calibration import GradientMoments, gradient_moments, num_p
 from eigentrace.fits.cut import Cut, Tail
 from eigentrace.fits.eigen_fit import EigenFit
 from eigentrace.fits.ekfac_fit import EKFACFit
-from eigentrace.fits.refine import scalar_damping
+from eigentrace.fits.refine import recorded_damping, scalar_damping
 from eigentrace.fits.relative_pairs import relative_pairs
 from eigentrace.fits.reliability import rank_agreement
 from eigentrace.fits.tail_coordinates import check_wanted
@@ -374,7 +374,8 @@ def start_vector(task: Task, generator: torch.Generator) -> Tensor:  # (P,)
 
 def _metric_identity(task: Task) -> dict[str, Any]:
     """Describe the metric that an iteration depends on; a guess of its damping follows from the curvature."""
-    damping = "guess" if task.training is None else f"{scalar_damping(task, 0.0, '', ''):.6g}"
+    recorded = recorded_damping(task)
+    damping = "guess" if recorded is None else f"{float(recorded.double().mean()):.6g}"
     return {"metric": "ekfac", "metric damping": damping}
 
 
